@@ -1,0 +1,269 @@
+"""`PrivacyEngine.make_private` joins both rails around a user's model, optimiser and data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from gredp.errors import GredpError
+from gredp.gradient.capture import Capture
+from gredp.gradient.noise import GeneratorSource, NoiseSource, OperatingSystemSource
+from gredp.gradient.step import PrivateStep
+from gredp.mechanisms import Mechanism, mechanism
+from gredp.mechanisms.select import noise_scale
+from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.accountant import Accountant
+from gredp.privacy.calibrate import calibrate
+from gredp.privacy.certificate import Block
+from gredp.privacy.ledger import Ledger
+from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
+from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.validation import validate
+
+#: modes of Opacus that differ in how gradients are computed, not in what is computed
+GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
+
+
+class PrivacyEngine:
+    """Trains any PyTorch model privately; the training loop stays as it is.
+
+    Formal guarantee. After T calls of `optimizer.step()` on batches of the returned loader, the model's
+    parameters (all T versions of them) are (ε, δ)-DP with ε = `get_epsilon(δ)`, for adding or removing
+    one record, provided that the loss is a sum or mean over records of terms that depend on one record
+    each, and that nothing but the returned objects has touched the data.
+
+    `accountant` is "pld" (default, tighter) or "rdp"; Opacus' "prv" means "pld" here. `secure_mode` draws
+    all noise from the operating system's cryptographic generator.
+    """
+
+    def __init__(self, *, accountant: str = "pld", secure_mode: bool = False) -> None:
+        name: Any = "pld" if accountant == "prv" else accountant
+        self.secure_mode = secure_mode
+        self.ledger = Ledger()
+        self.accountant = Accountant(self.ledger, name)
+        self._capture: Capture | None = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str | None = None,
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        method: str = "dpsgd",
+        noise: str = "white",
+        claim: str = "proven",
+        sample_rate: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns (module, optimizer, data_loader); with a criterion before the loader in "ghost" mode.
+
+        `noise_multiplier` is the proven z of each step; under `claim="paper"` it is the paper's σ. 0 is
+        allowed and gives ε = ∞. `method` is plain, dpsgd, spectral_dp or gredp; `noise` of gredp is white,
+        real or shaped; further options are those of the mechanism (`filter_ratio`, `noise_parts`, `grid`,
+        `per_sample_noise`, `exponent`, `preconditioner`, `energy_noise`, `bands`).
+
+        `sample_rate` states q where the number of records is itself confidential; otherwise it is
+        batch_size/records. Sums are divided by the loader's batch size, whatever was drawn.
+
+        | case | what happens |
+        |---|---|
+        | a layer that mixes records, a parameter that no rule covers | refused by name |
+        | a trainable parameter outside the optimiser, or one of the optimiser's outside the model | refused |
+        | poisson_sampling=False, more than one process | refused |
+        """
+        chosen = mechanism(method, noise, claim, clipping, **options)
+        _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
+        _check_parameters(module, optimizer)
+        loader = poisson_loader(data_loader, sample_rate)
+        sampler = loader.batch_sampler
+        assert isinstance(sampler, PoissonBatchSampler)
+        expected = _expected_batch_size(data_loader, sampler)
+        capture = Capture(module, loss_reduction)
+        try:
+            blocks = _blocks(chosen, capture, loader)
+            norms: Any = list(max_grad_norm) if isinstance(max_grad_norm, Sequence) else max_grad_norm
+            if method == "plain":
+                sigma = 0.0
+            else:
+                unit = chosen.unit_multiplier(blocks, norms, expected)
+                sigma = noise_scale(noise_multiplier, unit, claim)
+            plan = chosen.plan(blocks, norms, sigma, expected)
+        except Exception:
+            capture.detach()
+            raise
+        source: NoiseSource = (
+            OperatingSystemSource() if self.secure_mode else GeneratorSource(noise_generator)
+        )
+        self._capture = capture
+        private = PrivateOptimizer(
+            optimizer,
+            module=module,
+            capture=capture,
+            step=PrivateStep(plan, source, expected),
+            ledger=self.ledger,
+            sample_rate=sampler.sample_rate,
+            expected_batch_size=expected,
+            loss_reduction=loss_reduction,
+            claimed_multiplier=sigma if chosen.claimed_by_paper else None,
+            max_grad_norm=max_grad_norm,
+        )
+        module.train()
+        if "ghost" in grad_sample_mode:
+            return module, private, criterion, loader
+        return module, private, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | Sequence[float],
+        claim: str = "proven",
+        sample_rate: float | None = None,
+        **settings: Any,
+    ) -> Any:
+        """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
+
+        Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`. Under `claim="paper"` σ
+        is what the paper's experiments would take, and the proven ε is larger.
+        """
+        if epochs <= 0 or epochs != int(epochs):
+            raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
+        _check_parameters(module, optimizer)
+        loader = poisson_loader(data_loader, sample_rate)
+        sampler = loader.batch_sampler
+        assert isinstance(sampler, PoissonBatchSampler)
+        steps = int(epochs) * sampler.steps
+        if settings.get("method") == "plain":
+            multiplier = 0.0
+        elif claim == "paper":
+            multiplier = claimed_sigma(target_epsilon, target_delta, sampler.sample_rate, steps)
+        else:
+            multiplier = calibrate(
+                target_epsilon, target_delta, sampler.sample_rate, steps, self.accountant.name
+            )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            noise_multiplier=multiplier,
+            max_grad_norm=max_grad_norm,
+            claim=claim,
+            sample_rate=sample_rate,
+            **settings,
+        )
+
+    def get_epsilon(self, delta: float) -> float:
+        """The proven ε spent so far at `delta`."""
+        return self.accountant.get_epsilon(delta)
+
+    def get_claimed_epsilon(self, delta: float) -> float | None:
+        """What the paper would report for the same run; None where it makes no claim."""
+        return claimed_epsilon(self.ledger.entries, delta)
+
+    def detach(self) -> None:
+        """Take the hooks off the model; what was spent stays spent."""
+        if self._capture is not None:
+            self._capture.detach()
+            self._capture = None
+
+    @staticmethod
+    def is_compatible(
+        *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None
+    ) -> bool:
+        """Whether `make_private` would take this model."""
+        return not validate(module)
+
+    def __repr__(self) -> str:
+        return f"PrivacyEngine(accountant={self.accountant.name!r}, steps={self.ledger.steps})"
+
+
+def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool, mode: str) -> None:
+    if not batch_first:
+        raise GredpError("batch_first=False is not supported: put the batch in the first dimension")
+    if loss_reduction not in ("mean", "sum"):
+        raise GredpError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
+    if not poisson_sampling:
+        raise GredpError(
+            "poisson_sampling=False is not offered: the accountant's ε holds for Poisson batches only"
+        )
+    if mode not in GRAD_SAMPLE_MODES:
+        raise GredpError(
+            f"grad_sample_mode {mode!r} is not offered: {', '.join(GRAD_SAMPLE_MODES)} all mean the same"
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        if world > 1:
+            raise GredpError(f"{world} processes: training on more than one process is not supported yet")
+
+
+def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    errors = validate(module)
+    if errors:
+        raise errors[0]
+    if isinstance(optimizer, PrivateOptimizer):
+        raise GredpError("this optimiser is private already")
+    names = {id(p): n for n, p in module.named_parameters()}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    foreign = stepped - set(names)
+    if foreign:
+        raise GredpError(f"{len(foreign)} of the optimiser's parameters do not belong to the model")
+    trainable = {id(p) for p in module.parameters() if p.requires_grad}
+    loose = [names[i] for i in names if i in trainable - stepped]
+    if loose:
+        raise GredpError(
+            f"parameter {loose[0]} is trainable but not given to the optimiser: "
+            "freeze it with requires_grad_(False), or add it"
+        )
+    if not trainable:
+        raise GredpError("the model has no trainable parameter")
+    if any(h for p in module.parameters() for h in (p._backward_hooks or {}).values() if _is_ours(h)):
+        raise GredpError("this model is private already: call engine.detach() before making it private again")
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "gredp.gradient.capture"
+
+
+def _expected_batch_size(loader: DataLoader[Any], sampler: PoissonBatchSampler) -> float:
+    """The divisor of every sum: a setting, never the size of a batch that was drawn."""
+    if loader.batch_size is not None:
+        return float(loader.batch_size)
+    return sampler.records * sampler.sample_rate
+
+
+def _blocks(chosen: Mechanism, capture: Capture, loader: DataLoader[Any]) -> list[Block]:
+    if chosen.transform != "padded":
+        return capture.blocks()
+
+    def run_on_zeros() -> None:
+        assert isinstance(loader.collate_fn, EmptyBatches)
+        batch = loader.collate_fn.collate([loader.dataset[0]])
+        sample = batch[0] if isinstance(batch, tuple | list) else batch
+        device = next(capture.module.parameters()).device
+        zeros = tree_map(
+            lambda leaf: torch.zeros_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf,
+            sample,
+        )
+        capture.module(**zeros) if isinstance(zeros, dict) else capture.module(zeros)
+
+    return capture.padded_blocks(run_on_zeros)

@@ -1,0 +1,5 @@
+"""The one exception a user's mistake raises: a single line with the numbers and what to do."""
+
+
+class GredpError(ValueError):
+    """Something the caller asked for cannot be done, or cannot be done privately."""

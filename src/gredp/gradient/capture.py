@@ -1,0 +1,279 @@
+"""Where rail A begins: hooks that note each layer's input and output gradient during the user's backward.
+
+While a layer runs, its parameters do not ask autograd for a gradient: the sum over records that
+autograd would compute is never needed, and a parameter that receives one all the same has been used
+outside its layer, where no clip would see it. That is refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gredp.errors import GredpError
+from gredp.gradient.per_sample import Correlation, PerSampleGradient, PerSampleSpectra, add
+from gredp.gradient.rules import Rule, generic, grid_axes, rule_for
+from gredp.privacy.certificate import Block
+
+
+@dataclass(eq=False)
+class Unit:
+    """A layer that is hooked: its own parameters, or a whole subtree under the generic rule."""
+
+    name: str
+    layer: nn.Module
+    rule: Rule | None
+    #: name within the layer → name within the model
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+def find_units(module: nn.Module) -> list[Unit]:
+    """The layers that own trainable parameters, outermost first."""
+    full_names = {id(p): n for n, p in module.named_parameters()}
+    units: list[Unit] = []
+
+    def visit(name: str, layer: nn.Module) -> None:
+        own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
+        if not own:
+            for child, sub in layer.named_children():
+                visit(f"{name}.{child}" if name else child, sub)
+            return
+        rule = rule_for(layer)
+        # Without a rule, the parameters below come along: the generic rule differentiates all of it.
+        inside = own if rule else {n: p for n, p in layer.named_parameters() if p.requires_grad}
+        names = {n: full_names[id(p)] for n, p in inside.items()}
+        units.append(Unit(name or type(layer).__name__, layer, rule, names))
+
+    visit("", module)
+    return units
+
+
+class _Anchor(torch.autograd.Function):
+    """Gives a tensor without history a place in the graph, so that its gradient is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(out)  # the same tensor goes on: no copy, and in-place layers may follow
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Capture:
+    """Hooks on one model. `take` hands over what the last backward brought, once."""
+
+    def __init__(self, module: nn.Module, loss_reduction: str = "mean") -> None:
+        self.module = module
+        self.loss_reduction = loss_reduction
+        self.units = find_units(module)
+        self._by_layer = {unit.layer: unit for unit in self.units}
+        self._pending: dict[str, PerSampleGradient] = {}
+        self._pending_pass: int | None = None
+        self._batch: int | None = None
+        self._pass = 0
+        self._paused = False
+        self._buffers = {n: (b, b._version) for n, b in module.named_buffers() if b.is_floating_point()}
+        self.grids: dict[str, tuple[int, ...]] = {}
+        self._handles: list[Any] = []
+        self._attach()
+
+    # ---------------------------------------------------------------- hooks
+
+    def _attach(self) -> None:
+        # Plain functions, not bound methods: a deep copy of the model must not copy this object.
+        capture = self
+
+        def begin_pass(module: nn.Module, args: Any) -> None:
+            if module is capture.module:
+                capture._pass += 1
+
+        def end_pass(module: nn.Module, args: Any, out: Any) -> None:
+            if module is capture.module and module.training:
+                capture._check_buffers()
+
+        def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            if capture._active(layer):
+                capture._ask_gradients(layer, False)
+
+        def after(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            if capture._active(layer):
+                capture._ask_gradients(layer, True)
+                return capture._watch(layer, args, kwargs, out)
+            return None
+
+        handles = self._handles
+        handles.append(self.module.register_forward_pre_hook(begin_pass))
+        handles.append(self.module.register_forward_hook(end_pass))
+        for unit in self.units:
+            handles.append(unit.layer.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True))
+        names = {full for unit in self.units for full in unit.parameters.values()}
+        for name, parameter in self.module.named_parameters():
+            if name in names:
+                handles.append(parameter.register_hook(_refuse_raw_gradient(name)))
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _active(self, layer: nn.Module) -> bool:
+        return (
+            layer in self._by_layer and self.module.training and torch.is_grad_enabled() and not self._paused
+        )
+
+    def _ask_gradients(self, layer: nn.Module, ask: bool) -> None:
+        for name in self._by_layer[layer].parameters:
+            layer.get_parameter(name).requires_grad_(ask)
+
+    def _watch(self, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        if out is None:  # the layer's forward raised; that error is on its way
+            return None
+        unit = self._by_layer[layer]
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if len(tensors) != 1 or not isinstance(out, Tensor):
+            raise GredpError(
+                f"{unit.name} ({type(layer).__name__}) takes {len(tensors)} tensors and returns "
+                f"{type(out).__name__}: per-sample gradients need one tensor in and one out; "
+                "see gredp.fix, or build it from smaller layers"
+            )
+        x = tensors[0].detach()
+        if x.dim() == 0 or out.dim() == 0 or x.shape[0] != out.shape[0]:
+            raise GredpError(
+                f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: "
+                "the first dimension of every layer's input and output must be the batch"
+            )
+        spent = [False]
+        number = self._pass
+
+        def receive(grad: Tensor) -> None:
+            if spent[0]:
+                raise GredpError(
+                    f"{unit.name} was differentiated twice: add the losses and call backward once per batch"
+                )
+            spent[0] = True
+            self._receive(unit, number, x, grad.detach())
+
+        if not out.requires_grad:
+            out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))
+        out.register_hook(receive)
+        return out
+
+    def _receive(self, unit: Unit, number: int, x: Tensor, g: Tensor) -> None:
+        if self._pending_pass is None:
+            self._pending_pass = number
+        if number != self._pending_pass:
+            raise GredpError(
+                "a second backward before optimizer.step(): a step covers one draw of records; for batches too "
+                "large for memory use BatchMemoryManager, for several inputs of a record put them in one module"
+            )
+        if self._batch is None:
+            self._batch = g.shape[0]
+        if g.shape[0] != self._batch:
+            raise GredpError(
+                f"{unit.name} saw {g.shape[0]} records, another layer {self._batch}: "
+                "the first dimension of every layer's input must be the batch"
+            )
+        x, g = _full_precision(x), _full_precision(g)
+        for name, gradient in self._gradients(unit, x, g).items():
+            full = unit.parameters.get(name)
+            if full is None:  # frozen, or absent (no bias)
+                continue
+            held = self._pending.get(full)
+            self._pending[full] = gradient if held is None else add(held, gradient)
+
+    def _gradients(self, unit: Unit, x: Tensor, g: Tensor) -> dict[str, PerSampleGradient]:
+        if unit.rule is not None:
+            with torch.no_grad():
+                return unit.rule(unit.layer, x, g)
+        self._paused = True  # the generic rule runs the layer again; these runs are not the user's
+        try:
+            return generic(unit.layer, list(unit.parameters), x, g)
+        finally:
+            self._paused = False
+
+    def _check_buffers(self) -> None:
+        for name, (buffer, version) in self._buffers.items():
+            if buffer._version != version:
+                raise GredpError(
+                    f"buffer {name} was changed by a training forward: what follows the data would be released "
+                    "without noise; use a layer without running statistics (see gredp.fix)"
+                )
+
+    # ---------------------------------------------------------------- what the step asks for
+
+    def blocks(self) -> list[Block]:
+        """The geometry of every private parameter on its own grid, in the model's order."""
+        found: dict[str, Block] = {}
+        for unit in self.units:
+            for name, full in unit.parameters.items():
+                shape = tuple(unit.layer.get_parameter(name).shape)
+                axes = grid_axes(unit.layer, name) if unit.rule else min(1, len(shape))
+                found.setdefault(full, Block.whole(full, unit.name, shape, axes))
+        order = [n for n, _ in self.module.named_parameters() if n in found]
+        return [found[n] for n in order]
+
+    def padded_blocks(self, run_model: Callable[[], Any]) -> list[Block]:
+        """The same with convolution kernels as crops of their padded input's grid.
+
+        The sizes come from one forward of zeros, which `run_model` performs.
+        """
+        shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
+        handles = [
+            unit.layer.register_forward_hook(_note_padded_grid(unit, shapes))
+            for unit in self.units
+            if isinstance(unit.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and "weight" in unit.parameters
+        ]
+        try:
+            with torch.no_grad():
+                run_model()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [
+            Block(b.name, b.layer, b.shape, *shapes[b.name]) if b.name in shapes else b for b in self.blocks()
+        ]
+
+    def take(self) -> PerSampleSpectra | None:
+        """What the last backward brought; None if there was none since the last call."""
+        if self._pending_pass is None or self._batch is None:
+            return None
+        scale = float(self._batch) if self.loss_reduction == "mean" else 1.0
+        spectra = PerSampleSpectra(self._pending, self._batch, scale)
+        self.drop()
+        return spectra
+
+    def drop(self) -> None:
+        self._pending, self._pending_pass, self._batch = {}, None, None
+
+
+def _note_padded_grid(
+    unit: Unit, shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
+) -> Callable[..., None]:
+    def note(layer: Any, args: Any, out: Tensor) -> None:
+        assert unit.rule is not None
+        weight = unit.rule(layer, args[0].detach(), torch.zeros_like(out))["weight"]
+        assert isinstance(weight, Correlation)
+        released = tuple(tuple(range(0, k * d, d)) for k, d in zip(layer.kernel_size, layer.dilation))
+        shapes[unit.parameters["weight"]] = (weight.padded_grid, released)
+
+    return note
+
+
+def _refuse_raw_gradient(name: str) -> Callable[[Tensor], None]:
+    def refuse(grad: Tensor) -> None:
+        raise GredpError(
+            f"parameter {name} received a gradient outside its layer's forward, where no clip would see it: "
+            "call model.train() before training, and use the parameter only through its layer"
+        )
+
+    return refuse
+
+
+def _full_precision(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

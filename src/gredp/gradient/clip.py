@@ -1,0 +1,88 @@
+"""Stage 2: bound each record. The factors are all that is needed; the gradients stay as they are stored.
+
+Formal guarantee. For every clip group the released contribution of a record, in the weighted spectral
+domain, has norm at most the group's clip_norm. A record whose gradient is not finite contributes zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gredp.errors import GredpError
+from gredp.gradient.per_sample import Correlation, PerSampleGradient, PerSampleSpectra
+from gredp.mechanisms.plan import StepPlan
+from gredp.spectrum import BlockView
+
+#: stabiliser of automatic clipping, as in Bu et al. 2022
+AUTOMATIC = 0.01
+
+
+@dataclass(frozen=True)
+class ClippedSpectra:
+    """Per-sample gradients with the factor, for each clip group, that bounds them."""
+
+    gradients: Mapping[str, PerSampleGradient]
+    factors: Mapping[str, Tensor]  # block name → [b]
+    energies: Mapping[str, Tensor]  # block name → [b, group_count], before the clip
+    kept: Tensor  # [b] of bool: records whose gradient is finite
+
+
+def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
+    """`[b, group_count]`: energy of each record in each frequency group of the block."""
+    if view.padded:
+        if not isinstance(gradient, Correlation):
+            raise GredpError(
+                f"{view.block.name} is used more than once in a forward: clip on the kernel's own grid"
+            )
+        if gradient.padded_grid != view.block.grid:
+            raise GredpError(
+                f"{view.block.name} was certified for inputs padded to {view.block.grid} but got "
+                f"{gradient.padded_grid}: the padded grid needs inputs of one size"
+            )
+        return view.gather(gradient.padded_energy())
+    if view.groups is None:
+        return gradient.squared_norm()[:, None]
+    return view.gather(gradient.grid_energy())
+
+
+def clip(
+    spectra: PerSampleSpectra,
+    plan: StepPlan,
+    views: Mapping[str, BlockView],
+    squared_weights: Mapping[str, Tensor],
+) -> ClippedSpectra:
+    """Factors min(1, c/‖v‖) of each record and clip group, v being weighted by w over frequencies."""
+    if not isinstance(spectra, PerSampleSpectra):
+        raise TypeError(f"only PerSampleSpectra can be clipped, not {type(spectra).__name__}")
+    found = {
+        name: energies(gradient, views[name]).clamp(min=0) * spectra.scale**2
+        for name, gradient in spectra.gradients.items()
+    }
+    norms = {}
+    for group in plan.groups:
+        parts = [found[n] @ squared_weights[n].to(found[n]) for n in group.blocks if n in found]
+        norms[group.name] = torch.stack(parts).sum(0).sqrt() if parts else None
+    present = [n for n in norms.values() if n is not None]
+    device = present[0].device if present else None
+    kept = torch.ones(spectra.batch, dtype=torch.bool, device=device)
+    for finite in present:
+        kept &= finite.isfinite()
+    for energy in found.values():  # a dropped band must not hide a record that is not finite
+        kept &= energy.isfinite().all(1)
+    factors: dict[str, Tensor] = {}
+    for group in plan.groups:
+        norm = norms[group.name]
+        if norm is None:
+            continue
+        if plan.normalize:
+            factor = group.clip_norm / (norm + AUTOMATIC)
+        else:
+            factor = (group.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
+        factor = torch.where(kept, factor, 0.0) * spectra.scale
+        factors.update({n: factor for n in group.blocks if n in found})
+    gradients = spectra.gradients
+    if not bool(kept.all()):
+        gradients = {n: g.keep(kept) for n, g in gradients.items()}
+    return ClippedSpectra(gradients, factors, found, kept)

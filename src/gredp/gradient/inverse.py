@@ -1,0 +1,29 @@
+"""Stage 5: back from the frequency domain. Everything here is post-processing of a released value."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gredp.gradient.noise import NoisySum
+
+
+def invert(
+    noisy: NoisySum,
+    squared_weights: Mapping[str, Tensor],
+    preconditioner: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Noisy spectra → real gradients shaped as the parameters: weights undone, inverse, real part, crop."""
+    if not isinstance(noisy, NoisySum):
+        raise TypeError(f"only a NoisySum can be released, not {type(noisy).__name__}")
+    plan = noisy.bounded.plan
+    if plan.transform == "none":
+        return dict(noisy.values)
+    released = {}
+    for name, spectrum in noisy.values.items():
+        view = noisy.bounded.views[name]
+        if plan.shaping is not None:
+            weights = torch.rsqrt(squared_weights[name]) * preconditioner[name]
+            spectrum = spectrum * view.spread(weights.to(spectrum.real))
+        released[name] = view.real_part(spectrum)
+    return released

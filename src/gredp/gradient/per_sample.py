@@ -1,0 +1,338 @@
+"""Per-sample gradients that are stored as their factors and materialised only where nothing else serves.
+
+Each kind answers two questions: how much energy has record i at each frequency, and what is the sum of
+all records' gradients with given factors. `dense` is the slow, obvious answer to both.
+
+Letters: b record, o output, i input, t position, k frequency, p and q blocks, c channel.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from gredp.errors import GredpError
+from gredp.spectrum import fft
+
+#: elements of per-sample gradients that are materialised at once
+CHUNK = 1 << 22
+
+
+class PerSampleGradient(ABC):
+    """One parameter's gradient for each record of a physical batch."""
+
+    #: trailing axes of the parameter that are its Fourier grid
+    grid_axes: int
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """`[b, *shape]`."""
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """Number of records."""
+
+    def squared_norm(self) -> Tensor:
+        """`[b]`."""
+        return self.dense().flatten(1).square().sum(1)
+
+    def grid_energy(self) -> Tensor:
+        """`[b, *grid]`: energy of each coefficient of the unitary spectrum, leading axes summed."""
+        return grid_energy(self.dense(), self.grid_axes)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """`[*shape]`: Σ_b factors_b · gradient_b."""
+        return torch.tensordot(factors, self.dense(), 1)
+
+    def keep(self, mask: Tensor) -> "PerSampleGradient":
+        """The same with the records outside `mask` set to zero, infinities and NaN included."""
+        changed = {}
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] == self.batch:
+                shaped = mask.view(-1, *[1] * (value.dim() - 1))
+                changed[f.name] = value.masked_fill(~shaped, 0)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
+def grid_energy(dense: Tensor, axes: int) -> Tensor:
+    """`[b, *lead, *grid]` real → `[b, *grid]`."""
+    energy = fft(dense, axes).abs().square()
+    lead = tuple(range(1, energy.dim() - axes))
+    return energy.sum(lead) if lead else energy
+
+
+@dataclass(frozen=True)
+class Dense(PerSampleGradient):
+    """Materialised: biases, normalisation layers, sums over several uses of one parameter."""
+
+    values: Tensor  # [b, *shape]
+    grid_axes: int = 1
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[0]
+
+    def dense(self) -> Tensor:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Outer(PerSampleGradient):
+    """A linear layer: Σ_t left_t ⊗ right_t. Frequencies are those of the input axis."""
+
+    left: Tensor  # [b, t, o]
+    right: Tensor  # [b, t, i]
+    grid_axes: int = 1
+
+    @property
+    def batch(self) -> int:
+        return self.left.shape[0]
+
+    def dense(self) -> Tensor:
+        return torch.einsum("bto,bti->boi", self.left, self.right)
+
+    def squared_norm(self) -> Tensor:
+        positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]
+        if positions == 1:
+            return self.left.square().sum((1, 2)) * self.right.square().sum((1, 2))
+        if positions * (o + i) < o * i:
+            # ‖Σ_t l_t r_tᵀ‖² = Σ_ts (l_t·l_s)(r_t·r_s): two Gram matrices instead of the product
+            return torch.mul(_gram(self.left), _gram(self.right)).sum((1, 2)).to(self.left)
+        return torch.cat([c.dense().flatten(1).square().sum(1) for c in self._chunks(o * i)])
+
+    def grid_energy(self) -> Tensor:
+        if self.left.shape[1] == 1:
+            return self.left.square().sum((1, 2))[:, None] * fft(self.right, 1).abs().square().sum(1)
+        size = self.left.shape[2] * self.right.shape[2]
+        return torch.cat([grid_energy(c.dense(), 1) for c in self._chunks(size)])
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        left = self.left * factors[:, None, None]
+        return left.flatten(0, 1).t() @ self.right.flatten(0, 1)
+
+    def _chunks(self, size: int) -> Iterator["Outer"]:
+        for part in _parts(self.batch, size):
+            yield replace(self, left=self.left[part], right=self.right[part])
+
+
+@dataclass(frozen=True)
+class Circulant(PerSampleGradient):
+    """A block-circulant layer: spectrum √d · Σ_t left_p[k] · conj(right_q[k]) for each block."""
+
+    left: Tensor  # [b, t, p, d], output gradient in blocks
+    right: Tensor  # [b, t, q, d], input in blocks
+    grid_axes: int = 1
+
+    @property
+    def batch(self) -> int:
+        return self.left.shape[0]
+
+    def _spectra(self) -> tuple[Tensor, Tensor]:
+        return fft(self.left, 1), fft(self.right, 1).conj()
+
+    def dense(self) -> Tensor:
+        left, right = self._spectra()
+        d = left.shape[-1]
+        product = torch.einsum("btpk,btqk->bpqk", left, right) * math.sqrt(d)
+        return torch.fft.ifft(product, norm="ortho").real
+
+    def squared_norm(self) -> Tensor:
+        return self.grid_energy().sum(1)
+
+    def grid_energy(self) -> Tensor:
+        if self.left.shape[1] != 1:
+            return grid_energy(self.dense(), 1)
+        # Parseval: the sums over blocks part, so O(p + q) instead of O(pq) for each frequency
+        left, right = (m.abs().square().sum((1, 2)) for m in self._spectra())
+        return left * right * self.left.shape[-1]
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        left, right = self._spectra()
+        left = (left * factors[:, None, None, None]).flatten(0, 1)
+        product = left.permute(2, 1, 0) @ right.flatten(0, 1).permute(2, 0, 1)  # [k, p, q]
+        d = self.left.shape[-1]
+        return torch.fft.ifft(product.permute(1, 2, 0) * math.sqrt(d), norm="ortho").real
+
+
+@dataclass(frozen=True)
+class Lookup(PerSampleGradient):
+    """An embedding: row ids_t of the table receives gradient_t."""
+
+    ids: Tensor  # [b, t]
+    gradient: Tensor  # [b, t, i], zero at the padding index
+    rows: int
+    grid_axes: int = 1
+
+    @property
+    def batch(self) -> int:
+        return self.ids.shape[0]
+
+    def dense(self) -> Tensor:
+        b, t, i = self.gradient.shape
+        out = self.gradient.new_zeros(b, self.rows, i)
+        return out.scatter_add_(1, self.ids[..., None].expand(b, t, i), self.gradient)
+
+    def squared_norm(self) -> Tensor:
+        same = self.ids[:, :, None] == self.ids[:, None, :]
+        return _gram(self.gradient).masked_fill(~same, 0).sum((1, 2)).to(self.gradient)
+
+    def grid_energy(self) -> Tensor:
+        size = self.rows * self.gradient.shape[2]
+        parts = [
+            grid_energy(replace(self, ids=self.ids[p], gradient=self.gradient[p]).dense(), 1)
+            for p in _parts(self.batch, size)
+        ]
+        return torch.cat(parts)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        values = (self.gradient * factors[:, None, None]).flatten(0, 1)
+        out = values.new_zeros(self.rows, values.shape[1])
+        return out.index_add_(0, self.ids.flatten(), values)
+
+
+@dataclass(frozen=True)
+class Correlation(PerSampleGradient):
+    """A convolution of any dimension: the padded input correlated with the output gradient."""
+
+    x: Tensor  # [b, c, *padded input]
+    gradient: Tensor  # [b, o, *output]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def grid_axes(self) -> int:  # type: ignore[override]
+        return len(self.kernel)
+
+    @property
+    def batch(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.gradient.shape[1], self.x.shape[1] // self.groups, *self.kernel)
+
+    @property
+    def padded_grid(self) -> tuple[int, ...]:
+        return tuple(self.x.shape[2:])
+
+    def dense(self) -> Tensor:
+        # One batched product for each kernel offset, on the slice of the input that meets it.
+        b, out = self.batch, self.gradient.shape[2:]
+        outputs, inputs, positions = self.shape[0] // self.groups, self.shape[1], math.prod(out)
+        left = self.gradient.reshape(b * self.groups, outputs, positions)
+        products = []
+        for offset in torch.cartesian_prod(*[torch.arange(k) for k in self.kernel]).view(
+            -1, len(self.kernel)
+        ):
+            window = self.x
+            for axis, (j, s, d, n) in enumerate(zip(offset.tolist(), self.stride, self.dilation, out)):
+                window = window[(slice(None),) * (axis + 2) + (slice(j * d, j * d + s * (n - 1) + 1, s),)]
+            right = window.reshape(b * self.groups, inputs, positions)
+            products.append(left @ right.transpose(1, 2))
+        return torch.stack(products, -1).view(b, *self.shape)
+
+    def squared_norm(self) -> Tensor:
+        parts = [part.dense().flatten(1).square().sum(1) for part in self._chunks()]
+        return torch.cat(parts)
+
+    def grid_energy(self) -> Tensor:
+        return torch.cat([grid_energy(part.dense(), self.grid_axes) for part in self._chunks()])
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        if self.batch == 0:
+            return self.x.new_zeros(self.shape)
+        scaled = self.gradient * factors.view(-1, *[1] * (self.gradient.dim() - 1))
+        none = [0] * len(self.kernel)
+        return torch.ops.aten.convolution_backward(
+            scaled,
+            self.x,
+            self.x.new_empty(()).expand(self.shape),
+            None,
+            list(self.stride),
+            none,
+            list(self.dilation),
+            False,
+            none,
+            self.groups,
+            [False, True, False],
+        )[1]
+
+    def _chunks(self) -> Iterator["Correlation"]:
+        for part in _parts(self.batch, math.prod(self.shape)):
+            yield replace(self, x=self.x[part], gradient=self.gradient[part])
+
+    # The paper's reading: the spectrum over the whole padded input, of which the kernel is a crop.
+
+    def _padded_spectra(self) -> tuple[Tensor, Tensor]:
+        """Spectra of the input and of the output gradient spread to its strides, by group of channels."""
+        n = self.grid_axes
+        spread = self.gradient.new_zeros(*self.gradient.shape[:2], *self.padded_grid)
+        at = tuple(slice(0, s * (m - 1) + 1, s) for s, m in zip(self.stride, self.gradient.shape[2:]))
+        spread[(slice(None), slice(None), *at)] = self.gradient
+        split = (self.groups, -1)
+        return fft(self.x, n).unflatten(1, split), fft(spread, n).conj().unflatten(1, split)
+
+    def padded_energy(self) -> Tensor:
+        """`[b, *padded]`: energy of each padded coefficient, from two products instead of o·c of them."""
+        x, g = (m.abs().square().sum(2) for m in self._padded_spectra())
+        return (x * g).sum(1) * math.prod(self.padded_grid)
+
+    def padded_dense(self) -> Tensor:
+        """`[b, o, c, *padded]`: each record's spectrum."""
+        return self._padded_product("bgc...,bgo...->bgoc...").flatten(1, 2)
+
+    def padded_sum(self, factors: Tensor) -> Tensor:
+        """`[o, c, *padded]`: Σ_b factors_b · spectrum_b."""
+        scaled = replace(self, gradient=self.gradient * factors.view(-1, *[1] * (self.gradient.dim() - 1)))
+        return scaled._padded_product("bgc...,bgo...->goc...").flatten(0, 1)
+
+    def _padded_product(self, equation: str) -> Tensor:
+        x, g = self._padded_spectra()
+        return torch.einsum(equation, x, g) * math.sqrt(math.prod(self.padded_grid))
+
+
+def _gram(m: Tensor) -> Tensor:
+    """`[b, t, n]` → `[b, t, t]` in double precision.
+
+    The sum over it cancels; in single precision a record with large opposing positions would look
+    shorter than it is, and would pass the clip.
+    """
+    m = m.double()
+    return m @ m.transpose(1, 2)
+
+
+def _parts(batch: int, size: int) -> Iterator[slice]:
+    """Slices of the batch whose materialised gradients stay below CHUNK elements; at least one."""
+    step = max(1, CHUNK // max(size, 1))
+    for start in range(0, max(batch, 1), step):
+        yield slice(start, start + step)
+
+
+def add(first: PerSampleGradient, second: PerSampleGradient) -> PerSampleGradient:
+    """The gradient of a parameter that is used twice: both uses count before the norm is taken."""
+    if first.batch != second.batch:
+        raise GredpError(
+            f"a shared parameter saw {first.batch} records in one use and {second.batch} in another: "
+            "the first dimension of every layer's input must be the batch"
+        )
+    return Dense(first.dense() + second.dense(), first.grid_axes)
+
+
+@dataclass(frozen=True)
+class PerSampleSpectra:
+    """Stage 1: one physical batch, every block of every record, not yet clipped.
+
+    `scale` turns the stored gradients into those of each record's own loss (the batch size where the
+    loss was a mean).
+    """
+
+    gradients: Mapping[str, PerSampleGradient]
+    batch: int
+    scale: float

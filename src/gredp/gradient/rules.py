@@ -1,0 +1,150 @@
+"""How each kind of layer gives its per-sample gradients: a few lines each, chosen by type.
+
+A rule takes the layer, its input and the gradient at its output, both with the batch first, and
+returns one `PerSampleGradient` for each of its parameters.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gredp.errors import GredpError
+from gredp.gradient.per_sample import Circulant, Correlation, Dense, Lookup, Outer, PerSampleGradient
+from gredp.layers import BlockCirculantLinear
+from gredp.layers.block_circulant import to_blocks
+
+Gradients = dict[str, PerSampleGradient]
+Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]
+
+
+def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Gradients:
+    g, x = _positions(g), _positions(x)
+    return {"weight": Outer(g, x), "bias": Dense(g.sum(1))}
+
+
+def circulant(layer: BlockCirculantLinear, x: Tensor, g: Tensor) -> Gradients:
+    p, q, d = layer.weight.shape
+    g, x = _positions(g), _positions(x)
+    return {"weight": Circulant(to_blocks(g, p, d), to_blocks(x, q, d)), "bias": Dense(g.sum(1))}
+
+
+def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, g: Tensor) -> dict[str, Correlation]:
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    pads = layer._reversed_padding_repeated_twice
+    if any(pads):
+        x = F.pad(x, pads, mode=mode)
+    stride, dilation = layer.stride, layer.dilation
+    return {"weight": Correlation(x, g, layer.kernel_size, stride, dilation, layer.groups)}
+
+
+def convolution_with_bias(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
+    weight = convolution(layer, x, g)  # type: ignore[arg-type]
+    return {**weight, "bias": Dense(g.flatten(2).sum(2))}
+
+
+def embedding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Gradients:
+    ids = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    g = g.reshape(*ids.shape, g.shape[-1])
+    if layer.padding_idx is not None:
+        g = g.masked_fill((ids == layer.padding_idx)[..., None], 0)
+    return {"weight": Lookup(ids, g, layer.num_embeddings)}
+
+
+def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Gradients:
+    return _channelwise(F.group_norm(x, layer.num_groups, eps=layer.eps), g)
+
+
+def instance_norm(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
+    if x.shape[0] == 0:  # F.instance_norm refuses an empty batch
+        return _channelwise(x, g)
+    return _channelwise(F.instance_norm(x, eps=layer.eps), g)  # type: ignore[arg-type]
+
+
+def _channelwise(normal: Tensor, g: Tensor) -> Gradients:
+    return {"weight": Dense((normal * g).flatten(2).sum(2)), "bias": Dense(g.flatten(2).sum(2))}
+
+
+def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Gradients:
+    return _elementwise(F.layer_norm(x, layer.normalized_shape, eps=layer.eps), g, layer.normalized_shape)
+
+
+def rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Gradients:
+    shape = tuple(layer.normalized_shape)
+    return {
+        "weight": _elementwise(F.rms_norm(x, list(shape), eps=layer.eps), g, shape)["weight"],
+    }
+
+
+def _elementwise(normal: Tensor, g: Tensor, shape: tuple[int, ...]) -> Gradients:
+    axes = len(shape)
+    positions = (g.shape[0], math.prod(g.shape[1 : g.dim() - axes]), *shape)
+    weight, bias = ((m.reshape(positions).sum(1)) for m in (normal * g, g))
+    return {"weight": Dense(weight, axes), "bias": Dense(bias, axes)}
+
+
+def _positions(x: Tensor) -> Tensor:
+    """`[b, *, n]` → `[b, t, n]`."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,  # type: ignore[dict-item]
+    BlockCirculantLinear: circulant,  # type: ignore[dict-item]
+    nn.Conv1d: convolution_with_bias,
+    nn.Conv2d: convolution_with_bias,
+    nn.Conv3d: convolution_with_bias,
+    nn.Embedding: embedding,  # type: ignore[dict-item]
+    nn.GroupNorm: group_norm,  # type: ignore[dict-item]
+    nn.LayerNorm: layer_norm,  # type: ignore[dict-item]
+    nn.RMSNorm: rms_norm,  # type: ignore[dict-item]
+    nn.InstanceNorm1d: instance_norm,
+    nn.InstanceNorm2d: instance_norm,
+    nn.InstanceNorm3d: instance_norm,
+}
+
+
+def rule_for(layer: nn.Module) -> Rule | None:
+    """The rule of this type, or of the type it inherits its forward from unchanged."""
+    for kind, rule in RULES.items():
+        if isinstance(layer, kind) and type(layer).forward is kind.forward:
+            return rule
+    return None
+
+
+def grid_axes(layer: nn.Module, parameter: str) -> int:
+    """How many trailing axes of this parameter are its Fourier grid."""
+    value = layer.get_parameter(parameter)
+    if value.dim() <= 1:
+        return value.dim()
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return value.dim()
+    if rule_for(layer) is convolution_with_bias:
+        return value.dim() - 2
+    return 1
+
+
+def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor) -> Gradients:
+    """Any module with one tensor in and one out: the record-wise gradient by `torch.func`."""
+    if x.shape[0] == 0:
+        return {n: Dense(g.new_zeros(0, *layer.get_parameter(n).shape)) for n in names}
+    values = {n: layer.get_parameter(n).detach() for n in names}
+
+    def one_record(record: Tensor, out: Tensor) -> dict[str, Tensor]:
+        def forward(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(layer, parameters, (record.unsqueeze(0),)).squeeze(0)
+
+        return torch.func.vjp(forward, values)[1](out)[0]
+
+    try:
+        dense = torch.func.vmap(one_record)(x, g)
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise GredpError(
+                f"{type(layer).__name__} draws random numbers in its forward, so its gradients cannot be "
+                "recomputed: move the random part (dropout) into a module of its own"
+            ) from None
+        raise
+    return {n: Dense(v, min(1, v.dim() - 1)) for n, v in dense.items()}

@@ -1,0 +1,47 @@
+"""Stage 3: the sum over records, physical batch after physical batch, each record bounded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gredp.errors import GredpError
+from gredp.gradient.clip import ClippedSpectra
+from gredp.gradient.per_sample import Correlation
+from gredp.gradient.shaping import energy_shares
+from gredp.mechanisms.plan import StepPlan
+from gredp.spectrum import BlockView
+
+
+@dataclass
+class BoundedSum:
+    """Σ_i of clipped gradients. Adding or removing one record moves it by a vector of K.
+
+    `totals` are real and shaped as the parameters, or complex on the padded grid; a block that no record
+    reached is absent, which is zero. `shares` is the sum of the records' energy shares (each of norm at
+    most 1) where the plan asks for it.
+    """
+
+    plan: StepPlan
+    views: Mapping[str, BlockView]
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    shares: Tensor | None = None
+    spent: bool = False
+
+    def add(self, clipped: ClippedSpectra) -> None:
+        """Take in one more physical batch."""
+        if not isinstance(clipped, ClippedSpectra):
+            raise TypeError(f"only ClippedSpectra can be summed, not {type(clipped).__name__}")
+        if self.spent:
+            raise GredpError("this sum was released already: records cannot join it any more")
+        for name, gradient in clipped.gradients.items():
+            factors = clipped.factors[name]
+            if self.views[name].padded:
+                assert isinstance(gradient, Correlation)
+                total = gradient.padded_sum(factors)
+            else:
+                total = gradient.weighted_sum(factors)
+            self.totals[name] = self.totals[name] + total if name in self.totals else total
+        if self.plan.shaping is not None:
+            shares = energy_shares(clipped, self.views)
+            self.shares = shares if self.shares is None else self.shares + shares

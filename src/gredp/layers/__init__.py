@@ -1,0 +1,7 @@
+"""Frequency-domain layers and the private replacements of stock ones."""
+
+from gredp.layers.attention import PrivateMultiheadAttention
+from gredp.layers.block_circulant import BlockCirculantLinear
+from gredp.layers.spectral_conv import SpectralConv2d
+
+__all__ = ["BlockCirculantLinear", "PrivateMultiheadAttention", "SpectralConv2d"]

@@ -1,0 +1,100 @@
+"""Multi-head attention made of plain linear layers, so that each record's gradient can be had."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class PrivateMultiheadAttention(nn.Module):
+    """Stands in for `nn.MultiheadAttention`: the same arguments, masks, defaults and result.
+
+    The stock module multiplies packed weights inside a fused function that no hook can see.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias)
+        self.k_proj = nn.Linear(kdim or embed_dim, embed_dim, bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, embed_dim, bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias)
+        self.dropout = nn.Dropout(dropout)
+        # nn.TransformerEncoderLayer asks for these before it takes its fused path; this says no.
+        self.in_proj_bias = None
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[B, T, E]` with `batch_first`, else `[T, B, E]`; masks as the stock module takes them."""
+        if not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        heads = [
+            layer(t).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, heads, T, E/heads]
+            for layer, t in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
+        ]
+        scores = heads[0] @ heads[1].transpose(-1, -2) / math.sqrt(heads[0].shape[-1])
+        if attn_mask is not None:
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.view(-1, self.num_heads, *attn_mask.shape[1:])
+            scores = _masked(scores, attn_mask)
+        if key_padding_mask is not None:
+            scores = _masked(scores, key_padding_mask[:, None, None, :])
+        weights = scores.softmax(-1)
+        out = (self.dropout(weights) @ heads[2]).transpose(1, 2).flatten(2)
+        out = self.out_proj(out)
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        if not need_weights:
+            return out, None
+        return out, weights.mean(1) if average_attn_weights else weights
+
+    @classmethod
+    def from_stock(cls, stock: nn.MultiheadAttention) -> "PrivateMultiheadAttention":
+        """The same weights, unpacked."""
+        new = cls(
+            stock.embed_dim,
+            stock.num_heads,
+            stock.dropout,
+            stock.in_proj_bias is not None,
+            stock.kdim,
+            stock.vdim,
+            stock.batch_first,
+        )
+        with torch.no_grad():
+            if stock.in_proj_weight is not None:
+                weights = list(stock.in_proj_weight.chunk(3))
+            else:
+                weights = [stock.q_proj_weight, stock.k_proj_weight, stock.v_proj_weight]
+            for layer, weight in zip((new.q_proj, new.k_proj, new.v_proj), weights):
+                layer.weight.copy_(weight)
+            new.out_proj.weight.copy_(stock.out_proj.weight)
+            if stock.in_proj_bias is not None:
+                for layer, bias in zip((new.q_proj, new.k_proj, new.v_proj), stock.in_proj_bias.chunk(3)):
+                    layer.bias.copy_(bias)
+                new.out_proj.bias.copy_(stock.out_proj.bias)
+        return new.to(stock.out_proj.weight).train(stock.training)
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(mask, -math.inf)
+    return scores + mask

@@ -1,0 +1,175 @@
+"""The frozen plan of a step: rail A executes it, rail B certifies it, from the same numbers.
+
+Because the certificate is computed from the very fields that the gradient stages read, the noise
+that is drawn and the noise that is accounted for cannot drift apart.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gredp.errors import GredpError
+from gredp.privacy.certificate import Block, Certificate, Release, real_part_variances
+
+Transform = Literal["none", "kernel", "padded"]
+Clipping = Literal["flat", "per_layer", "layer_wise", "automatic"]
+
+
+@dataclass(frozen=True)
+class ClipGroup:
+    """Blocks clipped together to one norm, and the noise deviation on each of their coordinates."""
+
+    name: str
+    blocks: tuple[str, ...]
+    clip_norm: float
+    noise_std: float
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Noise shaped over frequency groups (docs/theory.md, section 3).
+
+    `exponent` γ sets the weights w² ∝ m^(−γ) from the learned energies m, `preconditioner` the
+    exponent of the update P = m^(−γ′). `energy_noise` is the multiplier of the energy query relative
+    to the gradient's. `bands` is the most frequency groups that one block is cut into.
+    """
+
+    exponent: float = 0.5
+    preconditioner: float = 0.0
+    energy_noise: float = 10.0
+    bands: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.exponent <= 1 or not 0 <= self.preconditioner <= 1:
+            raise GredpError(
+                f"shaping exponents lie in [0, 1], not {self.exponent} and {self.preconditioner}"
+            )
+        if not self.energy_noise > 0 or self.bands < 1:
+            raise GredpError(
+                f"shaping needs energy_noise > 0 and bands ≥ 1, not {self.energy_noise} and {self.bands}"
+            )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything that one private step does to the gradients.
+
+    `noise_parts` (a, b) scale the real and the imaginary noise on each Fourier coefficient; None
+    means one real draw per coordinate instead (carried through the transform where there is one).
+    `keep_ratio` is the share of coefficients that Spectral-DP keeps. `energy_std` is the deviation
+    of the noise on the energy query when `shaping` is set.
+    """
+
+    blocks: tuple[Block, ...]
+    groups: tuple[ClipGroup, ...]
+    transform: Transform = "none"
+    normalize: bool = False
+    noise_parts: tuple[float, float] | None = None
+    keep_ratio: float | None = None
+    shaping: Shaping | None = None
+    energy_std: float = 0.0
+
+    def certificate(self) -> Certificate:
+        """K and Σ of this step, hence its multiplier."""
+        blocks = {block.name: block for block in self.blocks}
+        releases = []
+        for group in self.groups:
+            scale = min(self._least_scale(blocks[name]) for name in group.blocks)
+            releases.append(Release(group.name, group.clip_norm, group.noise_std * scale))
+        if self.shaping is not None:
+            releases.append(Release("energy shares", 1.0, self.energy_std))
+        return Certificate(tuple(releases))
+
+    def _least_scale(self, block: Block) -> float:
+        """Root of the least eigenvalue of Σ on this block, for a unit deviation."""
+        if self.noise_parts is None:
+            return 1.0
+        # A band is cut out before the clip, so what is released spans the band, not the crop: there
+        # the even and odd parts count, whatever the crop does afterwards.
+        whole = block if self.keep_ratio is None else Block.whole("", "", block.grid, len(block.grid))
+        return math.sqrt(min(real_part_variances(whole, *self.noise_parts)))
+
+
+class Mechanism(ABC):
+    """A method with its options, before it meets a model: blocks and norms in, a plan out."""
+
+    name: str
+    #: whether the paper claims an ε for this method, namely that of DP-SGD at the same σ
+    claimed_by_paper: bool = True
+
+    @abstractmethod
+    def plan(
+        self,
+        blocks: Sequence[Block],
+        clip_norm: float | Sequence[float],
+        sigma: float,
+        expected_batch_size: float,
+    ) -> StepPlan:
+        """The step for these blocks at noise scale `sigma`."""
+
+    @property
+    def transform(self) -> Transform:
+        return "none"
+
+    def unit_multiplier(
+        self, blocks: Sequence[Block], clip_norm: float | Sequence[float], expected_batch_size: float
+    ) -> float:
+        """z at σ = 1. Every certificate is linear in σ, so this converts between the two."""
+        plan = self.plan(blocks, clip_norm, 1.0, expected_batch_size)
+        return plan.certificate().noise_multiplier
+
+
+def clip_groups(
+    clipping: Clipping, blocks: Sequence[Block], clip_norm: float | Sequence[float], sigma: float
+) -> tuple[ClipGroup, ...]:
+    """Who is clipped with whom, to what, and the noise that goes with it.
+
+    | clipping | balls | noise per coordinate | z for white noise |
+    |---|---|---|---|
+    | flat, automatic | one of radius C | σC | σ |
+    | per_layer, C | L of radius C/√L | σC | σ |
+    | per_layer, a list c | one each of radius c_l | σ‖c‖ | σ |
+    | layer_wise (Algorithm 2 of the paper) | L of radius c | σc | σ/√L |
+    """
+    norms = [clip_norm] if isinstance(clip_norm, int | float) else list(clip_norm)
+    for norm in norms:
+        if not (norm > 0 and math.isfinite(norm)):
+            raise GredpError(f"the clipping norm must be a positive number, not {norm}")
+    if not (sigma >= 0 and math.isfinite(sigma)):
+        raise GredpError(f"the noise scale must be 0 or more and finite, not {sigma}")
+    if clipping in ("flat", "automatic"):
+        if len(norms) != 1:
+            raise GredpError(f"{clipping} clipping takes one norm, not {len(norms)}")
+        return (ClipGroup("all", tuple(b.name for b in blocks), norms[0], sigma * norms[0]),)
+    members = _layers(blocks, len(norms))
+    total = math.sqrt(math.fsum(c * c for c in norms)) if len(norms) > 1 else norms[0]
+    if clipping == "per_layer":
+        each = norms if len(norms) > 1 else [norms[0] / math.sqrt(len(members))] * len(members)
+        deviations = [sigma * total] * len(members)
+    elif clipping == "layer_wise":
+        each = norms if len(norms) > 1 else norms * len(members)
+        deviations = [sigma * c for c in each]
+    else:
+        raise GredpError(f"unknown clipping {clipping!r}: flat, per_layer, layer_wise or automatic")
+    return tuple(ClipGroup(n, names, c, s) for (n, names), c, s in zip(members.items(), each, deviations))
+
+
+def _layers(blocks: Sequence[Block], norms: int) -> dict[str, tuple[str, ...]]:
+    """Blocks by layer; by parameter where a list of norms has one entry for each parameter."""
+    layers: dict[str, tuple[str, ...]] = {}
+    for block in blocks:
+        layers[block.layer] = (*layers.get(block.layer, ()), block.name)
+    if norms in (1, len(layers)):
+        return layers
+    if norms == len(blocks):
+        return {block.name: (block.name,) for block in blocks}
+    raise GredpError(
+        f"{norms} clipping norms given for {len(layers)} layers with {len(blocks)} parameters: "
+        "give one norm, one for each layer, or one for each parameter"
+    )
+
+
+def scale_noise(groups: tuple[ClipGroup, ...], factor: float) -> tuple[ClipGroup, ...]:
+    return tuple(replace(group, noise_std=group.noise_std * factor) for group in groups)

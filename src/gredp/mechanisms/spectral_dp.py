@@ -1,0 +1,48 @@
+"""Spectral-DP (Feng et al. 2023): keep the lowest frequencies only, clip and noise what is kept."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gredp.errors import GredpError
+from gredp.mechanisms.plan import Clipping, Mechanism, StepPlan, Transform, clip_groups
+from gredp.privacy.certificate import Block
+
+
+@dataclass(frozen=True)
+class SpectralDP(Mechanism):
+    """K: balls in the span of the kept band. Σ: ½σ²c² in each real direction of it. z = σ/√2 (flat).
+
+    The band is conjugate-symmetric and cut out *before* the clip, so nothing of the clipping norm is
+    spent on what is dropped, and every coefficient that is kept is noised. `filter_ratio` ρ is K/N,
+    the share that is kept.
+    """
+
+    filter_ratio: float = 0.5
+    clipping: Clipping = "flat"
+    grid: Transform = "kernel"
+    name = "spectral_dp"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.filter_ratio <= 1:
+            raise GredpError(f"the filter ratio must be above 0 and at most 1, not {self.filter_ratio}")
+
+    @property
+    def transform(self) -> Transform:
+        return self.grid
+
+    def plan(
+        self,
+        blocks: Sequence[Block],
+        clip_norm: float | Sequence[float],
+        sigma: float,
+        expected_batch_size: float,
+    ) -> StepPlan:
+        return StepPlan(
+            tuple(blocks),
+            clip_groups(self.clipping, blocks, clip_norm, sigma),
+            transform=self.grid,
+            normalize=self.clipping == "automatic",
+            noise_parts=(math.sqrt(0.5), math.sqrt(0.5)),
+            keep_ratio=self.filter_ratio,
+        )

@@ -1,0 +1,1 @@
+"""Rail B: certificate → ledger → accountant → ε. Nothing here imports torch."""

@@ -1,0 +1,148 @@
+"""Adapter of `dp-accounting`: entries of a ledger → ε at a δ. Both accountants are upper bounds.
+
+Formal guarantee. If every charged step is a Poisson-subsampled Gaussian mechanism at the entry's
+rate and multiplier, their adaptive composition is (ε, δ)-DP for adding or removing one record.
+
+| case | ε |
+|---|---|
+| nothing charged | 0 |
+| a multiplier of 0 | ∞ |
+| every rate 1 | the closed form of the Gaussian mechanism ("pld") |
+| otherwise | Rényi orders ("rdp"), privacy-loss distributions ("pld") |
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from decimal import ROUND_CEILING, Decimal
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from gredp.errors import GredpError
+from gredp.privacy.ledger import Entry, Ledger
+
+AccountantName = Literal["pld", "rdp"]
+
+ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 96, 128, 192, 256, 384, 512, 1024)
+
+
+def check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise GredpError(f"delta must lie strictly between 0 and 1, not {delta}")
+
+
+def check_accountant(name: str) -> None:
+    if name not in get_args(AccountantName):
+        raise GredpError(f"unknown accountant {name!r}: choose one of {', '.join(get_args(AccountantName))}")
+
+
+def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName = "pld") -> float:
+    """The proven ε of `entries` at `delta`; never below what was spent."""
+    check_delta(delta)
+    check_accountant(accountant)
+    spent = tuple(
+        (e.noise_multiplier, e.sample_rate, e.steps)
+        for e in entries
+        if e.steps and not math.isinf(e.noise_multiplier)
+    )
+    if not spent:
+        return 0.0
+    if any(z == 0 for z, _, _ in spent):
+        return math.inf
+    merged: dict[tuple[float, float], int] = {}
+    for z, q, steps in spent:
+        merged[z, q] = merged.get((z, q), 0) + steps
+    return _epsilon(tuple((z, q, n) for (z, q), n in sorted(merged.items())), delta, accountant)
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
+    if accountant == "pld" and all(q == 1 for _, q, _ in spent):
+        return _gaussian_epsilon(math.sqrt(math.fsum(n / z**2 for z, _, n in spent)), delta)
+    rdp = _rdp_epsilon(spent, delta)
+    # Both are upper bounds on the same quantity, so the smaller one is proven as well. It also
+    # catches a loss distribution whose truncated tails alone exceed a very small δ.
+    return rdp if accountant == "rdp" else min(rdp, _pld_epsilon(spent, delta, rdp))
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """ε of a Gaussian mechanism with sensitivity μ, from its exact profile, ended on the private side."""
+    from scipy.optimize import brentq
+    from scipy.stats import norm
+
+    def excess(eps: float) -> float:
+        return norm.cdf(mu / 2 - eps / mu) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu)) - delta
+
+    if excess(0.0) <= 0:
+        return 0.0
+    upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1
+    root = float(brentq(excess, 0.0, upper, xtol=1e-12, rtol=1e-14))
+    return root + 1e-9 * (1 + root)
+
+
+def _compose(accountant: Any, spent: tuple[tuple[float, float, int], ...]) -> Any:
+    from dp_accounting import dp_event
+
+    for z, q, n in spent:
+        event = dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z))
+        accountant.compose(dp_event.SelfComposedDpEvent(event, n))
+    return accountant
+
+
+def _rdp_epsilon(spent: tuple[tuple[float, float, int], ...], delta: float) -> float:
+    from dp_accounting import rdp
+
+    with _quiet():
+        return float(_compose(rdp.RdpAccountant(ORDERS), spent).get_epsilon(delta))
+
+
+def _pld_epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, scale: float) -> float:
+    from dp_accounting import pld
+
+    # The rounding of losses is pessimistic at any width, so the width is a matter of cost alone:
+    # relative to ε (in powers of two, so that neighbouring calls share it) it keeps the work bounded
+    # for a huge ε and the bound tight for a tiny one.
+    width = 2.0 ** math.floor(math.log2(min(max(scale * 1e-4, 1e-7), 1e-2)))
+    with _quiet():
+        return float(
+            _compose(pld.PLDAccountant(value_discretization_interval=width), spent).get_epsilon(delta)
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Rényi orders that do not converge are left out, which is safe; the log line is of no use here."""
+    from absl import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+class Accountant:
+    """The view of a ledger that an Opacus user knows: `accountant.get_epsilon(delta=1e-5)`."""
+
+    def __init__(self, ledger: Ledger, name: AccountantName = "pld") -> None:
+        check_accountant(name)
+        self.ledger = ledger
+        self.name: AccountantName = name
+
+    def get_epsilon(self, delta: float) -> float:
+        """The proven ε spent so far."""
+        return epsilon(self.ledger.entries, delta, self.name)
+
+    def __len__(self) -> int:
+        return self.ledger.steps
+
+    def mechanism(self) -> str:
+        return self.name
+
+
+def round_up(value: float, digits: int = 4) -> float:
+    """For print: an ε is never shown smaller than it is."""
+    if not math.isfinite(value):
+        return value
+    return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING))

@@ -1,0 +1,62 @@
+"""What has been spent: a run-length list of the steps that were charged, in their order."""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gredp.errors import GredpError
+from gredp.privacy.certificate import Certificate
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`steps` Poisson-subsampled Gaussian mechanisms with one multiplier and one rate.
+
+    `claimed_multiplier` is the σ that the paper would hand to the accountant in place of the proven
+    multiplier; None where the paper makes no claim.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    claimed_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.noise_multiplier) or self.noise_multiplier < 0:
+            raise GredpError(f"the noise multiplier must be 0 or more, not {self.noise_multiplier}")
+        if not 0 < self.sample_rate <= 1:
+            raise GredpError(f"the sampling rate must be above 0 and at most 1, not {self.sample_rate}")
+        if self.steps < 0 or self.steps != int(self.steps):
+            raise GredpError(f"the number of steps must be a whole number, not {self.steps}")
+
+
+class Ledger:
+    """Append-only. A step is charged before its noisy update is applied, never after."""
+
+    def __init__(self, entries: tuple[Entry, ...] = ()) -> None:
+        self._entries: list[Entry] = list(entries)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries)
+
+    @property
+    def steps(self) -> int:
+        return sum(entry.steps for entry in self._entries)
+
+    def charge(
+        self, certificate: Certificate, sample_rate: float, claimed_multiplier: float | None = None
+    ) -> None:
+        """Record one step. Checked whole before anything changes."""
+        entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier)
+        if self._entries and replace(self._entries[-1], steps=1) == entry:
+            self._entries[-1] = replace(entry, steps=self._entries[-1].steps + 1)
+        else:
+            self._entries.append(entry)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(entry) for entry in self._entries]
+
+    @classmethod
+    def from_json(cls, rows: list[dict[str, Any]]) -> "Ledger":
+        return cls(tuple(Entry(**row) for row in rows))

@@ -1,0 +1,171 @@
+"""Poisson batches, and the physical batches they are split into.
+
+Formal guarantee. Every record enters every logical batch independently with probability `sample_rate`.
+The draw is secret: its generator is seeded from the operating system unless the caller brings one,
+because amplification by sampling is lost to whoever can repeat the draw.
+"""
+
+import math
+import secrets
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+
+from gredp.errors import GredpError
+
+if TYPE_CHECKING:
+    from gredp.optimizer import PrivateOptimizer
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """`steps` independent draws an epoch. An empty draw is yielded, executed and charged like any other."""
+
+    def __init__(
+        self, records: int, sample_rate: float, steps: int, generator: torch.Generator | None = None
+    ) -> None:
+        if records < 1:
+            raise GredpError("the data set is empty: there is nothing to train on")
+        if not 0 < sample_rate <= 1:
+            raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
+        self.records, self.sample_rate, self.steps = records, sample_rate, steps
+        self.generator = generator or torch.Generator().manual_seed(secrets.randbits(63))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            # Double precision: 24 random bits would miss a rate of 1e-6 by more than a percent.
+            draw = torch.rand(self.records, dtype=torch.float64, generator=self.generator)
+            yield (draw < self.sample_rate).nonzero().flatten().tolist()
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def poisson_loader(loader: DataLoader[Any], sample_rate: float | None = None) -> DataLoader[Any]:
+    """The same loader with Poisson batches at `sample_rate`, by default batch_size/records."""
+    if isinstance(loader.batch_sampler, PoissonBatchSampler):
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        raise GredpError(
+            "Poisson sampling needs a data set with a length and an index, not an IterableDataset"
+        )
+    batch_size = loader.batch_size
+    if batch_size is None:
+        raise GredpError(
+            "the data loader must state a batch_size: a batch sampler of its own cannot be accounted for"
+        )
+    records = len(loader.dataset)  # type: ignore[arg-type]
+    if records == 0:
+        raise GredpError("the data set is empty: there is nothing to train on")
+    if records < batch_size:
+        raise GredpError(f"the batch size {batch_size} is larger than the data set of {records} records")
+    rate = batch_size / records if sample_rate is None else sample_rate
+    sampler = PoissonBatchSampler(records, rate, len(loader), loader.generator)
+    collate = loader.collate_fn if loader.collate_fn is not None else default_collate
+    return rebuild(loader, DataLoader, sampler, EmptyBatches(loader.dataset, collate))
+
+
+def rebuild(
+    loader: DataLoader[Any],
+    kind: Callable[..., Any],
+    sampler: Sampler[list[int]],
+    collate: Callable[..., Any],
+) -> Any:
+    """A loader over the same data with another batch sampler."""
+    return kind(
+        loader.dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+class EmptyBatches:
+    """A collate function that can also collate nothing: tensors of the usual shapes with no records."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __call__(self, batch: list[Any]) -> Any:
+        if batch:
+            return self.collate(batch)
+        sample = self.collate([self.dataset[0]])  # for its shapes and types only
+        return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, sample)
+
+
+class _PhysicalLoader(DataLoader[Any]):
+    """Yields parts of logical batches and tells the optimiser, with each part, whether it is the last.
+
+    The word travels with the part itself rather than in a queue of the optimiser's, so that a loop which
+    is left early cannot shift the borders of later batches.
+    """
+
+    optimizer: "PrivateOptimizer"
+    max_physical_batch_size: int
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.optimizer.begin_logical_batches()
+        last: deque[bool] = deque()
+        split = _Split(self.batch_sampler, self.max_physical_batch_size, last)  # type: ignore[arg-type]
+        for batch in rebuild(self, DataLoader, split, self.collate_fn):
+            self.optimizer.signal_skip_step(do_skip=not last.popleft())
+            yield batch
+
+    def __len__(self) -> int:
+        sampler = self.batch_sampler
+        assert isinstance(sampler, PoissonBatchSampler)
+        parts = max(1, math.ceil(sampler.records * sampler.sample_rate / self.max_physical_batch_size))
+        return len(sampler) * parts
+
+
+class _Split(Sampler[list[int]]):
+    def __init__(self, sampler: Sampler[list[int]], size: int, last: deque[bool]) -> None:
+        self.sampler, self.size, self.last = sampler, size, last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.sampler:
+            parts = [batch[i : i + self.size] for i in range(0, max(len(batch), 1), self.size)]
+            for i, part in enumerate(parts):
+                self.last.append(i == len(parts) - 1)
+                yield part
+
+
+class BatchMemoryManager:
+    """Bounds the physical batch: `with BatchMemoryManager(...) as loader:` and the same loop as before.
+
+    Logical batches, their noise and their price stay as they are; `optimizer.step()` only adds up until
+    the last part of a logical batch has arrived.
+    """
+
+    def __init__(
+        self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: "PrivateOptimizer"
+    ) -> None:
+        if max_physical_batch_size < 1:
+            raise GredpError(f"max_physical_batch_size must be at least 1, not {max_physical_batch_size}")
+        if not isinstance(data_loader.batch_sampler, PoissonBatchSampler):
+            raise GredpError("BatchMemoryManager takes the loader that make_private returned")
+        self.data_loader = data_loader
+        self.max_physical_batch_size = max_physical_batch_size
+        self.optimizer = optimizer
+
+    def __enter__(self) -> DataLoader[Any]:
+        source = self.data_loader
+        loader = rebuild(source, _PhysicalLoader, source.batch_sampler, source.collate_fn)  # type: ignore[arg-type]
+        loader.optimizer = self.optimizer
+        loader.max_physical_batch_size = self.max_physical_batch_size
+        return loader
+
+    def __exit__(self, *exception: object) -> None:
+        if self.optimizer.begin_logical_batches() and exception[0] is None:
+            warnings.warn("a logical batch was left unfinished; it was not released", stacklevel=2)

@@ -1,0 +1,145 @@
+"""Which layers can be trained record by record, which cannot, and what to put in their place."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from gredp.errors import GredpError
+from gredp.gradient.rules import rule_for
+from gredp.layers import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d
+
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class UnsupportedModuleError(GredpError):
+    """A layer that mixes records or whose gradients cannot be had record by record."""
+
+
+def problem(layer: nn.Module) -> str | None:
+    """Why this layer cannot be trained privately, or None."""
+    kind = type(layer).__name__
+    trainable = any(p.requires_grad for p in layer.parameters(recurse=False))
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        if trainable or layer.training or not layer.track_running_stats:
+            return (
+                f"{kind} mixes the records of a batch: gredp.fix(model) puts GroupNorm in its place, "
+                "or freeze it and keep it in eval mode"
+            )
+    elif isinstance(layer, INSTANCE_NORMS) and layer.track_running_stats:
+        return (
+            f"{kind} with track_running_stats keeps statistics of the data: gredp.fix(model) turns them off"
+        )
+    elif isinstance(layer, nn.MultiheadAttention) and any(p.requires_grad for p in layer.parameters()):
+        return f"{kind} hides its weights in a fused call: gredp.fix(model) puts a private one in its place"
+    elif isinstance(layer, nn.RNNBase | nn.RNNCellBase) and trainable:
+        return f"{kind} is not supported: its gates need per-sample rules; use attention or convolutions"
+    elif isinstance(layer, nn.Embedding) and trainable:
+        if layer.max_norm is not None:
+            return f"{kind} with max_norm rewrites its weights from the batch: set max_norm=None"
+        if layer.scale_grad_by_freq:
+            return f"{kind} with scale_grad_by_freq counts ids over the batch: set it to False"
+    elif isinstance(layer, ParametrizationList) and trainable:
+        return f"{kind}: parametrised weights belong to no layer's forward; remove the parametrisation first"
+    elif isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
+        return f"{kind} has no shapes yet: run one forward before make_private"
+    return None
+
+
+def validate(model: nn.Module) -> list[UnsupportedModuleError]:
+    """One error for each layer that must be replaced, named."""
+    errors = []
+    for name, layer in model.named_modules():
+        why = problem(layer)
+        if why is not None:
+            errors.append(UnsupportedModuleError(f"{name or 'the model'}: {why}"))
+    return errors
+
+
+def replacement(layer: nn.Module) -> nn.Module | None:
+    """What `fix` puts in place of this layer, or None where it has nothing to offer."""
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        # 16 channels a group, or the largest number of groups that divides the channels
+        groups = math.gcd(layer.num_features, max(1, layer.num_features // 16)) or 1
+        return nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+    if isinstance(layer, INSTANCE_NORMS):
+        return type(layer)(layer.num_features, eps=layer.eps, affine=layer.affine)
+    if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is None and not layer.add_zero_attn:
+        return PrivateMultiheadAttention.from_stock(layer)
+    return None
+
+
+def _replace(model: nn.Module, choose: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
+    """A copy of the model with the chosen layers exchanged, devices and modes kept."""
+    model = copy.deepcopy(model)
+    found = {name: choose(name, layer) for name, layer in model.named_modules()}
+    for name, new in found.items():
+        if new is None:
+            continue
+        old = model.get_submodule(name)
+        reference = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), None)
+        new = new.train(old.training)
+        if reference is not None:
+            new = new.to(reference.device, reference.dtype)
+        if name == "":
+            return new
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+    return model
+
+
+def fix(model: nn.Module) -> nn.Module:
+    """A copy in which every layer that `validate` refuses and that has a replacement is replaced."""
+    return _replace(model, lambda _, layer: replacement(layer) if problem(layer) else None)
+
+
+def to_spectral(model: nn.Module, block: int = 8) -> nn.Module:
+    """A copy with block-circulant fully connected layers and spectral convolutions.
+
+    Linear layers keep the direction of their weights that a circulant can express, and their norm. The
+    last one, whose sizes are rarely multiples of `block`, takes the largest block that divides both.
+    """
+    last = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][-1:]
+
+    def choose(name: str, layer: nn.Module) -> nn.Module | None:
+        if isinstance(layer, nn.Conv2d) and rule_for(layer) and not isinstance(layer, SpectralConv2d):
+            return SpectralConv2d.from_conv(layer)
+        if isinstance(layer, nn.Linear) and rule_for(layer):
+            size = block
+            if name in last:
+                common = math.gcd(layer.in_features, layer.out_features)
+                size = max(d for d in range(1, block + 1) if common % d == 0)
+            return BlockCirculantLinear.from_linear(layer, size)
+        return None
+
+    return _replace(model, choose)
+
+
+class ModuleValidator:
+    """The names an Opacus user knows, over `validate` and `fix`."""
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModuleError]:
+        errors = validate(module)
+        if not module.training:
+            errors.append(UnsupportedModuleError("the model is in eval mode: call model.train() first"))
+        if strict and errors:
+            raise errors[0] if len(errors) == 1 else UnsupportedModuleError("; ".join(map(str, errors)))
+        return errors
+
+    @classmethod
+    def is_valid(cls, module: nn.Module) -> bool:
+        return not cls.validate(module)
+
+    @classmethod
+    def fix(cls, module: nn.Module, **_: Any) -> nn.Module:
+        return fix(module)
+
+    @classmethod
+    def fix_and_validate(cls, module: nn.Module, **_: Any) -> nn.Module:
+        fixed = fix(module)
+        cls.validate(fixed, strict=True)
+        return fixed
