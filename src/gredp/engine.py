@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
+from gredp.distributed import refuse_many_processes
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, OperatingSystemSource
@@ -117,7 +118,8 @@ class PrivacyEngine:
             sample_rate=sampler.sample_rate,
             expected_batch_size=expected,
             loss_reduction=loss_reduction,
-            claimed_multiplier=sigma if chosen.claimed_by_paper else None,
+            sigma=sigma,
+            claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=max_grad_norm,
         )
         module.train()
@@ -210,10 +212,7 @@ def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: boo
         raise GredpError(
             f"grad_sample_mode {mode!r} is not offered: {', '.join(GRAD_SAMPLE_MODES)} all mean the same"
         )
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world > 1:
-            raise GredpError(f"{world} processes: training on more than one process is not supported yet")
+    refuse_many_processes()
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:

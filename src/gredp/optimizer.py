@@ -38,7 +38,8 @@ class PrivateOptimizer(Optimizer):
         sample_rate: float,
         expected_batch_size: float,
         loss_reduction: str,
-        claimed_multiplier: float | None,
+        sigma: float,
+        claimed_by_paper: bool,
         max_grad_norm: Any,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
@@ -50,7 +51,8 @@ class PrivateOptimizer(Optimizer):
         self.sample_rate = sample_rate
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
-        self.claimed_multiplier = claimed_multiplier
+        self.sigma = sigma
+        self.claimed_multiplier = sigma if claimed_by_paper else None
         self.max_grad_norm = max_grad_norm
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._skip = False

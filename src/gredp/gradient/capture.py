@@ -169,8 +169,8 @@ class Capture:
             self._pending_pass = number
         if number != self._pending_pass:
             raise GredpError(
-                "a second backward before optimizer.step(): a step covers one draw of records; for batches too "
-                "large for memory use BatchMemoryManager, for several inputs of a record put them in one module"
+                "a second backward before optimizer.step(): a step covers one draw of records; for batches "
+                "too large for memory use BatchMemoryManager, for several inputs of a record one module"
             )
         if self._batch is None:
             self._batch = g.shape[0]
@@ -201,8 +201,8 @@ class Capture:
         for name, (buffer, version) in self._buffers.items():
             if buffer._version != version:
                 raise GredpError(
-                    f"buffer {name} was changed by a training forward: what follows the data would be released "
-                    "without noise; use a layer without running statistics (see gredp.fix)"
+                    f"buffer {name} was changed by a training forward: what follows the data would be "
+                    "released without noise; use a layer without running statistics (see gredp.fix)"
                 )
 
     # ---------------------------------------------------------------- what the step asks for

@@ -1,0 +1,3 @@
+from gredp.cli import main
+
+main()

@@ -1,0 +1,61 @@
+"""What a person sees: a progress bar while it runs, a table at the end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gredp.privacy.accountant import round_up
+
+if TYPE_CHECKING:
+    from gredp.training.loop import Run
+
+
+class _Bar:
+    def __init__(self, bar: Progress, epochs: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("training", total=epochs, status="")
+
+    def update(self, steps: int, epsilon: float, accuracy: float | None) -> None:
+        shown = "" if accuracy is None else f"  test accuracy {accuracy:.3f}"
+        self._bar.update(self._task, advance=1, status=f"ε {round_up(epsilon, 3)}{shown}")
+
+
+@contextmanager
+def watch(epochs: int) -> Iterator[_Bar]:
+    """A bar over epochs with the ε spent so far and the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield _Bar(bar, epochs)
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> None:
+    grid = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows:
+        grid.add_row(name, value)
+    Console().print(grid)
+
+
+def show_run(run: "Run") -> None:
+    """Accuracy and what it cost; the proven ε before the claimed one."""
+    record, guarantee = run.record, run.record["guarantee"]
+    settings, claimed = record["settings"], guarantee["claimed_epsilon"]
+    rows = [
+        ("test accuracy", f"{100 * record['test_accuracy']:.2f} %"),
+        ("proven ε", f"{round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']}"),
+        ("claimed ε (paper)", "none" if claimed is None else f"{round_up(claimed)} for the same noise"),
+        ("accountant", guarantee["accountant"]),
+        ("noise multiplier z", f"{guarantee['noise_multiplier']:.4f}"),
+        ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}"),
+        ("run", str(run.folder)),
+    ]
+    table(f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows)

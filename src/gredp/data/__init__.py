@@ -1,0 +1,5 @@
+"""Data sets as tensors, checked before anything is charged."""
+
+from gredp.data.datasets import EMBEDDED, KNOWN, Splits, load
+
+__all__ = ["EMBEDDED", "KNOWN", "Splits", "load"]

@@ -1,0 +1,29 @@
+"""The networks, by name."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from gredp.errors import GredpError
+from gredp.models.lenet import lenet5, lenet_small
+from gredp.models.model3 import model3
+from gredp.validation import to_spectral
+
+MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
+    "lenet-small": lenet_small,
+    "lenet5": lenet5,
+    "model3": model3,
+}
+#: the network that goes with a data set when none is named
+DEFAULT_MODEL = {"digits": "lenet-small", "mnist": "lenet5", "fashion-mnist": "lenet5"}
+
+
+def build(name: str, input_shape: tuple[int, int, int], classes: int, block: int | None = None) -> nn.Module:
+    """A freshly initialised network; with `block`, its fully connected layers are block-circulant."""
+    if name not in MODELS:
+        raise GredpError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
+    model = MODELS[name](input_shape, classes)
+    return to_spectral(model, block) if block else model
+
+
+__all__ = ["DEFAULT_MODEL", "MODELS", "build", "lenet5", "lenet_small", "model3"]

@@ -1,0 +1,19 @@
+"""Model-3 of Spectral-DP: three pairs of convolutions."""
+
+from torch import nn
+
+
+def model3(
+    input_shape: tuple[int, int, int] = (3, 32, 32),
+    classes: int = 10,
+    widths: tuple[int, ...] = (32, 64, 128),
+) -> nn.Module:
+    """For each width two 3×3 convolutions and a pooling; then 120 and `classes` units."""
+    channels, height, width = input_shape
+    layers: list[nn.Module] = []
+    for features in widths:
+        layers += [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU()]
+        layers += [nn.Conv2d(features, features, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        channels, height, width = features, height // 2, width // 2
+    layers += [nn.Flatten(), nn.Linear(channels * height * width, 120), nn.ReLU(), nn.Linear(120, classes)]
+    return nn.Sequential(*layers)

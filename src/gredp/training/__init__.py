@@ -1,0 +1,1 @@
+"""The training loop of the command line, and the record it leaves."""

@@ -1,0 +1,86 @@
+"""The versioned record of a run: settings, guarantee, ledger, what was released. No torch, no seed of noise.
+
+Only what is covered by ε, or does not depend on the private records, goes in: no training loss, no
+gradient norm, no hash of the data.
+"""
+
+import json
+import math
+import os
+import platform
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gredp.errors import GredpError
+from gredp.privacy.certificate import Certificate
+
+FORMAT, VERSION = "gredp-record", 1
+PACKAGES = ("gredp", "torch", "numpy", "dp-accounting", "scikit-learn")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def header(command: list[str] | None = None) -> dict[str, Any]:
+    """What every record begins with."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["gredp", *(sys.argv[1:] if command is None else command)]),
+        "versions": versions(),
+    }
+
+
+def describe(certificate: Certificate) -> list[dict[str, Any]]:
+    """K and Σ, release by release."""
+    return [asdict(release) for release in certificate.releases]
+
+
+def plain_numbers(value: Any) -> Any:
+    """Infinity as the string "inf", so that every JSON reader takes the file and float() reads it back."""
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_numbers(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return value
+
+
+def dumps(record: dict[str, Any]) -> str:
+    return json.dumps(plain_numbers(record), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def prepare_folder(path: Path) -> None:
+    """Make the run's folder, before anything is spent; one that exists is not written into."""
+    try:
+        path.mkdir(parents=True, exist_ok=False)
+        probe = path / ".write-test"
+        probe.write_text("")
+        probe.unlink()
+    except FileExistsError:
+        raise GredpError(f"{path} exists already: choose another --out") from None
+    except OSError as error:
+        raise GredpError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all: a temporary file, synced, moved into place."""
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,76 @@
+"""What a training run is told. Checked before any data is read; no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from gredp.errors import GredpError
+from gredp.mechanisms.select import Claim, Method, Noise, mechanism
+from gredp.privacy.accountant import AccountantName, check_delta
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Train a network privately; without options, a small LeNet on the embedded digits at (2, 1e-5)."""
+
+    dataset: str = "digits"
+    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, or the path of your own .npz"""
+    model: str | None = None
+    """lenet-small, lenet5 or model3; by default the one that goes with the data set"""
+    block: int | None = None
+    """block-circulant fully connected layers with this block size; dense without it"""
+    method: Method = "gredp"
+    noise: Noise = "white"
+    """white, real (the paper's Algorithm 1 read literally) or shaped; for method gredp"""
+    claim: Claim = "proven"
+    """proven: the target is a true ε. paper: σ as the paper takes it, and the ε that this really costs"""
+    epsilon: float = 2.0
+    delta: float = 1e-5
+    accountant: AccountantName = "pld"
+    epochs: int = 30
+    batch_size: int = 256
+    clip_norm: float = 1.0
+    clipping: str | None = None
+    """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
+    filter_ratio: float = 0.5
+    """share of coefficients that spectral_dp keeps"""
+    lr: float = 0.1
+    momentum: float = 0.9
+    max_physical_batch_size: int = 512
+    """records in memory at once; the result does not depend on it"""
+    seed: int = 0
+    """for initialisation only; noise and sampling are always secret"""
+    data_dir: str | None = None
+    """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
+    out: str | None = None
+    """folder of the run; must not exist yet"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """print one JSON object instead of tables"""
+
+    def options(self) -> dict[str, Any]:
+        """Options of the mechanism beyond those every method has."""
+        return {"filter_ratio": self.filter_ratio} if self.method == "spectral_dp" else {}
+
+    def check(self) -> None:
+        """Refuse what can be refused without data."""
+        mechanism(self.method, self.noise, self.claim, self.clipping, **self.options())
+        check_delta(self.delta)
+        for name, value, least in (
+            ("epsilon", self.epsilon, 0.0),
+            ("clip-norm", self.clip_norm, 0.0),
+            ("lr", self.lr, 0.0),
+        ):
+            if not (value > least and math.isfinite(value)):
+                raise GredpError(f"--{name} must be a positive number, not {value}")
+        for name, whole in (
+            ("epochs", self.epochs),
+            ("batch-size", self.batch_size),
+            ("max-physical-batch-size", self.max_physical_batch_size),
+            ("block", 1 if self.block is None else self.block),
+        ):
+            if whole < 1:
+                raise GredpError(f"--{name} must be at least 1, not {whole}")
+        if not 0 <= self.momentum < 1:
+            raise GredpError(f"--momentum must lie in [0, 1), not {self.momentum}")
