@@ -43,7 +43,7 @@ Command = (
 
 def run_train(settings: TrainSettings) -> None:
     settings.check()
-    from gredp.console import show_run, watch
+    from gredp.console import Bar, show_run
     from gredp.training.loop import train
     from gredp.training.record import dumps
 
@@ -53,7 +53,7 @@ def run_train(settings: TrainSettings) -> None:
         result |= {"test_accuracy": run.record["test_accuracy"], "run": str(run.folder)}
         print(dumps(result))
         return
-    with watch(settings.epochs) as progress:
+    with Bar() as progress:
         run = train(settings, progress)
     show_run(run)
 

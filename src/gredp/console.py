@@ -1,7 +1,5 @@
 """What a person sees: a progress bar while it runs, a table at the end."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,28 +12,33 @@ if TYPE_CHECKING:
     from gredp.training.loop import Run
 
 
-class _Bar:
-    def __init__(self, bar: Progress, epochs: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("training", total=epochs, status="")
+class Bar:
+    """A bar over epochs with the ε spent so far and the time left; it appears when training begins."""
 
-    def update(self, steps: int, epsilon: float, accuracy: float | None) -> None:
-        shown = "" if accuracy is None else f"  test accuracy {accuracy:.3f}"
-        self._bar.update(self._task, advance=1, status=f"ε {round_up(epsilon, 3)}{shown}")
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True))
 
+    def begin(self, epochs: int) -> None:
+        self._task = self._progress.add_task("training", total=epochs, status="")
+        self._progress.start()
 
-@contextmanager
-def watch(epochs: int) -> Iterator[_Bar]:
-    """A bar over epochs with the ε spent so far and the time left."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        yield _Bar(bar, epochs)
+    def update(self, epsilon: float, accuracy: float) -> None:
+        status = f"ε {round_up(epsilon, 3)}  test accuracy {accuracy:.3f}"
+        self._progress.update(self._task, advance=1, status=status)
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._progress.live.is_started:  # stopping one that never began would print an empty line
+            self._progress.stop()
 
 
 def table(title: str, rows: list[tuple[str, str]]) -> None:

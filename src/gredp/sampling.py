@@ -63,8 +63,12 @@ def poisson_loader(loader: DataLoader[Any], sample_rate: float | None = None) ->
         raise GredpError("the data set is empty: there is nothing to train on")
     if records < batch_size:
         raise GredpError(f"the batch size {batch_size} is larger than the data set of {records} records")
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
     rate = batch_size / records if sample_rate is None else sample_rate
-    sampler = PoissonBatchSampler(records, rate, len(loader), loader.generator)
+    # With a stated rate nothing here may depend on the number of records, the number of steps included.
+    steps = len(loader) if sample_rate is None else math.ceil(1 / rate)
+    sampler = PoissonBatchSampler(records, rate, steps, loader.generator)
     collate = loader.collate_fn if loader.collate_fn is not None else default_collate
     return rebuild(loader, DataLoader, sampler, EmptyBatches(loader.dataset, collate))
 

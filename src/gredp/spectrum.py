@@ -15,12 +15,14 @@ from gredp.privacy.certificate import Block
 
 def fft(x: Tensor, axes: int) -> Tensor:
     """Unitary DFT over the last `axes` axes."""
-    return torch.fft.fftn(x, dim=_last(axes), norm="ortho") if axes else x.to(_complex(x))
+    if not axes or not x.numel():  # the transform of nothing, which FFT libraries refuse
+        return x.to(_complex(x))
+    return torch.fft.fftn(x, dim=_last(axes), norm="ortho")
 
 
 def ifft(x: Tensor, axes: int) -> Tensor:
     """Its inverse."""
-    return torch.fft.ifftn(x, dim=_last(axes), norm="ortho") if axes else x
+    return torch.fft.ifftn(x, dim=_last(axes), norm="ortho") if axes and x.numel() else x
 
 
 def _last(axes: int) -> tuple[int, ...]:
@@ -28,7 +30,7 @@ def _last(axes: int) -> tuple[int, ...]:
 
 
 def _complex(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.dtype == torch.float64 else torch.complex64
+    return torch.complex128 if x.dtype in (torch.float64, torch.complex128) else torch.complex64
 
 
 def distance(grid: tuple[int, ...]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.spectrum import fft
+from gredp.spectrum import fft, ifft
 
 #: elements of per-sample gradients that are materialised at once
 CHUNK = 1 << 22
@@ -139,7 +139,7 @@ class Circulant(PerSampleGradient):
         left, right = self._spectra()
         d = left.shape[-1]
         product = torch.einsum("btpk,btqk->bpqk", left, right) * math.sqrt(d)
-        return torch.fft.ifft(product, norm="ortho").real
+        return ifft(product, 1).real
 
     def squared_norm(self) -> Tensor:
         return self.grid_energy().sum(1)
@@ -156,7 +156,7 @@ class Circulant(PerSampleGradient):
         left = (left * factors[:, None, None, None]).flatten(0, 1)
         product = left.permute(2, 1, 0) @ right.flatten(0, 1).permute(2, 0, 1)  # [k, p, q]
         d = self.left.shape[-1]
-        return torch.fft.ifft(product.permute(1, 2, 0) * math.sqrt(d), norm="ortho").real
+        return ifft(product.permute(1, 2, 0) * math.sqrt(d), 1).real
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ def circulant(layer: BlockCirculantLinear, x: Tensor, g: Tensor) -> Gradients:
 
 
 def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, g: Tensor) -> dict[str, Correlation]:
+    if x.dim() != len(layer.kernel_size) + 2:
+        raise GredpError(f"{type(layer).__name__} got a record without a batch dimension: {tuple(x.shape)}")
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     pads = layer._reversed_padding_repeated_twice
     if any(pads):
@@ -64,7 +66,9 @@ def instance_norm(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
 
 
 def _channelwise(normal: Tensor, g: Tensor) -> Gradients:
-    return {"weight": Dense((normal * g).flatten(2).sum(2)), "bias": Dense(g.flatten(2).sum(2))}
+    positions = (*g.shape[:2], math.prod(g.shape[2:]))  # [b, c, t]; one position for [b, c] inputs
+    weight, bias = (m.reshape(positions).sum(2) for m in (normal * g, g))
+    return {"weight": Dense(weight), "bias": Dense(bias)}
 
 
 def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Gradients:
@@ -87,6 +91,8 @@ def _elementwise(normal: Tensor, g: Tensor, shape: tuple[int, ...]) -> Gradients
 
 def _positions(x: Tensor) -> Tensor:
     """`[b, *, n]` → `[b, t, n]`."""
+    if x.dim() < 2:
+        raise GredpError(f"a linear layer got a record without a batch dimension: {tuple(x.shape)}")
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
 
 

@@ -48,6 +48,8 @@ class BlockCirculantLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.numel():  # FFT libraries refuse to transform nothing
+            return F.linear(x, self.to_dense(), self.bias)
         p, q, d = self.weight.shape
         # [*, q, k] x [p, q, k] -> [*, p, k]: one small matrix product for each frequency k
         spectrum = torch.fft.rfft(to_blocks(x, q, d))

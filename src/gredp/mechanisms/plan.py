@@ -148,11 +148,9 @@ def clip_groups(
     if clipping == "per_layer":
         each = norms if len(norms) > 1 else [norms[0] / math.sqrt(len(members))] * len(members)
         deviations = [sigma * total] * len(members)
-    elif clipping == "layer_wise":
+    else:
         each = norms if len(norms) > 1 else norms * len(members)
         deviations = [sigma * c for c in each]
-    else:
-        raise GredpError(f"unknown clipping {clipping!r}: flat, per_layer, layer_wise or automatic")
     return tuple(ClipGroup(n, names, c, s) for (n, names), c, s in zip(members.items(), each, deviations))
 
 

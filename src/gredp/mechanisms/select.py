@@ -7,7 +7,7 @@ from gredp.errors import GredpError
 from gredp.mechanisms.dpsgd import DPSGD
 from gredp.mechanisms.gredp import HALVES, GReDP
 from gredp.mechanisms.plain import Plain
-from gredp.mechanisms.plan import Mechanism, Shaping
+from gredp.mechanisms.plan import Clipping, Mechanism, Shaping
 from gredp.mechanisms.shaped import ShapedGReDP
 from gredp.mechanisms.spectral_dp import SpectralDP
 
@@ -35,6 +35,8 @@ def mechanism(
     ):
         if value not in allowed:
             raise GredpError(f"unknown {word} {value!r}: choose one of {', '.join(allowed)}")
+    if clipping is not None and clipping not in get_args(Clipping):
+        raise GredpError(f"unknown clipping {clipping!r}: choose one of {', '.join(get_args(Clipping))}")
     if noise != "white" and method != "gredp":
         raise GredpError(f"noise {noise!r} belongs to method 'gredp', not to {method!r}")
     if noise == "shaped" and claim == "paper":

@@ -18,7 +18,7 @@ MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
 DEFAULT_MODEL = {"digits": "lenet-small", "mnist": "lenet5", "fashion-mnist": "lenet5"}
 
 
-def build(name: str, input_shape: tuple[int, int, int], classes: int, block: int | None = None) -> nn.Module:
+def build(name: str, input_shape: tuple[int, int, int], classes: int, block: int = 0) -> nn.Module:
     """A freshly initialised network; with `block`, its fully connected layers are block-circulant."""
     if name not in MODELS:
         raise GredpError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")

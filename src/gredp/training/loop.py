@@ -25,7 +25,9 @@ from gredp.training.settings import TrainSettings
 class Progress(Protocol):
     """What the loop tells while it runs."""
 
-    def update(self, steps: int, epsilon: float, accuracy: float | None) -> None: ...
+    def begin(self, epochs: int) -> None: ...
+
+    def update(self, epsilon: float, accuracy: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
     folder = Path(settings.out or _new_folder(settings))
     torch.manual_seed(settings.seed)
     name = settings.model or DEFAULT_MODEL.get(data.name, "model3")
-    model = build(name, data.input_shape, data.classes, settings.block)
+    model = build(name, data.input_shape, data.classes, settings.block_size)
     engine = PrivacyEngine(accountant=settings.accountant)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     loader = DataLoader(TensorDataset(centred(data.x_train), data.y_train), batch_size=settings.batch_size)
@@ -90,7 +92,7 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
     }
     record = {
         **header(),
-        "settings": asdict(settings) | {"model": name},
+        "settings": asdict(settings) | {"model": name, "block": settings.block_size},
         "data": {
             "name": data.name,
             "records": len(data.x_train),
@@ -129,7 +131,8 @@ def _epochs(
     progress: Progress | None,
 ) -> Iterator[tuple[int, float]]:
     x_test = centred(data.x_test)
-    share = None
+    if progress is not None:
+        progress.begin(settings.epochs)
     for epoch in range(1, settings.epochs + 1):
         with BatchMemoryManager(
             data_loader=loader,
@@ -142,5 +145,5 @@ def _epochs(
                 optimizer.step()
         share = accuracy(model, x_test, data.y_test)
         if progress is not None:
-            progress.update(engine.ledger.steps, engine.get_epsilon(settings.delta), share)
+            progress.update(engine.get_epsilon(settings.delta), share)
         yield epoch, share

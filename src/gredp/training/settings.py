@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import tyro
 
 from gredp.errors import GredpError
-from gredp.mechanisms.select import Claim, Method, Noise, mechanism
+from gredp.mechanisms.select import Claim, Method, Noise, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
+from gredp.privacy.certificate import Block
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class TrainSettings:
     model: str | None = None
     """lenet-small, lenet5 or model3; by default the one that goes with the data set"""
     block: int | None = None
-    """block-circulant fully connected layers with this block size; dense without it"""
+    """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     method: Method = "gredp"
     noise: Noise = "white"
     """white, real (the paper's Algorithm 1 read literally) or shaped; for method gredp"""
@@ -49,13 +50,20 @@ class TrainSettings:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """print one JSON object instead of tables"""
 
+    @property
+    def block_size(self) -> int:
+        """Block-circulant layers go with the spectral methods, as in the paper, unless said otherwise."""
+        if self.block is not None:
+            return self.block
+        return 8 if self.method in ("gredp", "spectral_dp") else 0
+
     def options(self) -> dict[str, Any]:
         """Options of the mechanism beyond those every method has."""
         return {"filter_ratio": self.filter_ratio} if self.method == "spectral_dp" else {}
 
     def check(self) -> None:
         """Refuse what can be refused without data."""
-        mechanism(self.method, self.noise, self.claim, self.clipping, **self.options())
+        chosen = mechanism(self.method, self.noise, self.claim, self.clipping, **self.options())
         check_delta(self.delta)
         for name, value, least in (
             ("epsilon", self.epsilon, 0.0),
@@ -64,13 +72,17 @@ class TrainSettings:
         ):
             if not (value > least and math.isfinite(value)):
                 raise GredpError(f"--{name} must be a positive number, not {value}")
+        if self.method != "plain":
+            block = Block.whole("weight", "layer", (8,), 1)
+            noise_scale(1.0, chosen.unit_multiplier([block], self.clip_norm, 1), self.claim)
         for name, whole in (
             ("epochs", self.epochs),
             ("batch-size", self.batch_size),
             ("max-physical-batch-size", self.max_physical_batch_size),
-            ("block", 1 if self.block is None else self.block),
         ):
             if whole < 1:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
+        if self.block is not None and self.block < 0:
+            raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
         if not 0 <= self.momentum < 1:
             raise GredpError(f"--momentum must lie in [0, 1), not {self.momentum}")
