@@ -5,7 +5,7 @@ Shapes: a block is `[*lead, *grid]`; a spectrum has the same shape, complex, ove
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -50,6 +50,35 @@ def mirror(grid: tuple[int, ...]) -> Tensor:
     for axis in range(len(grid)):
         index = index.flip(axis).roll(1, axis)
     return index.flatten()
+
+
+@lru_cache(maxsize=64)
+def real_basis(grid: tuple[int, ...]) -> Tensor:
+    """`[n, n]` orthogonal, n = prod(grid): column k holds cos of a pair {k, −k}, column −k its sin.
+
+    A real vector's energies in the two columns add up to those of its spectrum at k and −k.
+    """
+    n = math.prod(grid)
+    waves = torch.fft.fftn(
+        torch.eye(n, dtype=torch.float64).view(n, *grid), dim=_last(len(grid)), norm="ortho"
+    )
+    waves = waves.view(n, n)
+    index, other = torch.arange(n), mirror(grid)
+    basis = torch.where(index <= other, waves.real, waves.imag[:, other])
+    return torch.where(index == other, basis, math.sqrt(2) * basis)
+
+
+def grid_energy(values: Tensor, axes: int) -> Tensor:
+    """`[b, *lead, *grid]` real → `[b, *grid]`: energy of each coefficient, leading axes summed."""
+    grid = tuple(values.shape[values.dim() - axes :])
+    lead = tuple(range(1, values.dim() - axes))
+    if not 1 < math.prod(grid) <= 64:
+        energy = fft(values, axes).abs().square()
+        return energy.sum(lead) if lead else energy
+    # Kernels are too small for an FFT to pay; one real matrix product gives the same energies.
+    flat = values.reshape(values.shape[0], math.prod(values.shape[1 : values.dim() - axes]), math.prod(grid))
+    energy = (flat @ real_basis(grid).to(flat)).square().sum(1)
+    return ((energy + energy[:, mirror(grid).to(flat.device)]) / 2).view(-1, *grid)
 
 
 def frequency_groups(grid: tuple[int, ...], bands: int) -> Tensor:

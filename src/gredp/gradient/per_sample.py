@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.spectrum import fft, ifft
+from gredp.spectrum import fft, grid_energy, ifft
 
-#: elements of per-sample gradients that are materialised at once
-CHUNK = 1 << 22
+#: elements that are worked on at once where gradients are materialised: what a core's cache holds
+CHUNK = 1 << 20
 
 
 class PerSampleGradient(ABC):
@@ -57,13 +57,6 @@ class PerSampleGradient(ABC):
                 shaped = mask.view(-1, *[1] * (value.dim() - 1))
                 changed[f.name] = value.masked_fill(~shaped, 0)
         return replace(self, **changed)  # type: ignore[type-var]
-
-
-def grid_energy(dense: Tensor, axes: int) -> Tensor:
-    """`[b, *lead, *grid]` real → `[b, *grid]`."""
-    energy = fft(dense, axes).abs().square()
-    lead = tuple(range(1, energy.dim() - axes))
-    return energy.sum(lead) if lead else energy
 
 
 @dataclass(frozen=True)
@@ -265,7 +258,8 @@ class Correlation(PerSampleGradient):
         )[1]
 
     def _chunks(self) -> Iterator["Correlation"]:
-        for part in _parts(self.batch, math.prod(self.shape)):
+        size = math.prod(self.x.shape[1:]) + math.prod(self.gradient.shape[1:]) + math.prod(self.shape)
+        for part in _parts(self.batch, size):
             yield replace(self, x=self.x[part], gradient=self.gradient[part])
 
     # The paper's reading: the spectrum over the whole padded input, of which the kernel is a crop.
@@ -309,7 +303,7 @@ def _gram(m: Tensor) -> Tensor:
 
 
 def _parts(batch: int, size: int) -> Iterator[slice]:
-    """Slices of the batch whose materialised gradients stay below CHUNK elements; at least one."""
+    """Slices of the batch with at most CHUNK elements, `size` to a record; at least one record, one slice."""
     step = max(1, CHUNK // max(size, 1))
     for start in range(0, max(batch, 1), step):
         yield slice(start, start + step)

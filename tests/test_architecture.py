@@ -1,0 +1,86 @@
+"""Rules of the layout, enforced: what imports what, who draws random numbers, what is never loaded."""
+
+import ast
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "gredp"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def calls(path: Path) -> set[str]:
+    """Dotted names that are called, such as torch.randn."""
+    return {
+        ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+    }
+
+
+def below(*folders: str) -> list[Path]:
+    return [p for p in FILES if p.relative_to(SOURCE).parts[0] in folders]
+
+
+@pytest.mark.parametrize("path", below("privacy", "mechanisms"), ids=lambda p: p.stem)
+def test_rail_b_and_the_mechanisms_do_not_import_torch(path):
+    assert not {name for name in imports(path) if name.split(".")[0] == "torch"}
+
+
+def test_rail_b_runs_without_torch():
+    code = "import sys, gredp.privacy.quote, gredp.mechanisms, gredp.cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("path", [*below("gradient"), SOURCE / "spectrum.py"], ids=lambda p: p.stem)
+def test_rail_a_computes_no_epsilon(path):
+    allowed = {"gredp.privacy.certificate", "gredp.privacy.certificate.Block"}
+    assert {name for name in imports(path) if name.startswith("gredp.privacy")} <= allowed
+
+
+def test_random_numbers_are_drawn_in_two_places_only():
+    random = (
+        "torch.rand",
+        "torch.normal",
+        "torch.bernoulli",
+        "np.random",
+        "random.",
+        "os.urandom",
+        "secrets.",
+    )
+    found = {
+        p.relative_to(SOURCE).as_posix()
+        for p in FILES
+        if any(call.startswith(random) or call.endswith((".normal_", ".uniform_")) for call in calls(p))
+    }
+    # The third sets a layer's first weights, from torch's global seed.
+    assert found == {"gradient/noise.py", "sampling.py", "layers/block_circulant.py"}
+
+
+def test_no_pickle_is_loaded():
+    for path in FILES:
+        assert not {
+            n for n in imports(path) if n.split(".")[0] in ("pickle", "dill", "joblib", "cloudpickle")
+        }
+        assert not {"torch.load", "eval", "exec"} & calls(path)
+        if "np.load" in calls(path):
+            assert "allow_pickle=False" in path.read_text()
+
+
+def test_examples_run(capsys):
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        runpy.run_path(str(path), run_name="__main__")
+        assert "proven ε" in capsys.readouterr().out

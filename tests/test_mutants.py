@@ -1,0 +1,340 @@
+"""Each silent privacy breaker, planted once, must be caught by a named test: a test that cannot fail is none.
+
+A row plants a fault into the running program and calls the test that is meant to notice. The test must
+fail; if it passes with the fault in place, this suite fails.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent / "laws"))  # the named tests live there
+
+import test_mechanism_laws as laws
+
+import gredp.gradient.capture as capture
+import gredp.gradient.clip as clip
+import gredp.gradient.noise as noise
+import gredp.gradient.per_sample as per_sample
+import gredp.gradient.step as step
+import gredp.optimizer as optimizer
+import gredp.privacy.calibrate as calibrate
+import gredp.privacy.ledger as ledger
+import gredp.sampling as sampling
+import gredp.spectrum as spectrum
+import gredp.validation as validation
+import test_engine
+import test_sampling
+
+Patch = pytest.MonkeyPatch
+
+
+# ------------------------------------------------------------------ the faults
+
+
+def fft_without_unitary_scaling(patch: Patch) -> None:
+    """The library's default: the way there unscaled, the way back by 1/n; a round trip looks right."""
+
+    def plain(transform):
+        return lambda x, axes: transform(x, dim=tuple(range(-axes, 0)))
+
+    patch.setattr(spectrum, "fft", plain(torch.fft.fftn))
+    patch.setattr(spectrum, "ifft", plain(torch.fft.ifftn))
+
+
+def half_spectrum_without_root_two(patch: Patch) -> None:
+    """Interior bins of a half spectrum stand for two coefficients each; forgetting it loses their noise."""
+    draw = noise.GeneratorSource.normal
+
+    def normal(self, shape, like):
+        bins = torch.fft.rfft(draw(self, shape, like), norm="ortho")
+        interior = slice(1, (shape[-1] + 1) // 2)
+        bins[..., interior] /= math.sqrt(2)
+        return torch.fft.irfft(bins, n=shape[-1], norm="ortho")
+
+    patch.setattr(noise.GeneratorSource, "normal", normal)
+
+
+def real_noise_only(patch: Patch) -> None:
+    patch.setattr(noise.torch, "complex", lambda x, y: (math.sqrt(2) * x).to(torch.complex64))
+
+
+def last_coefficient_without_noise(patch: Patch) -> None:
+    make = torch.complex
+
+    def all_but_the_last(x, y):
+        x, y = x.clone(), y.clone()
+        x[..., -1] = y[..., -1] = 0
+        return make(x, y)
+
+    patch.setattr(noise.torch, "complex", all_but_the_last)
+
+
+def clip_of_the_mean_loss(patch: Patch) -> None:
+    """Norms taken of gradients of the mean loss, factors applied to those of the sum."""
+    honest = clip.energies
+    patch.setattr(clip, "energies", lambda gradient, view: honest(gradient, view) / gradient.batch**2)
+
+
+def noise_divided_by_the_batch(patch: Patch) -> None:
+    draw = noise.GeneratorSource.normal
+    patch.setattr(
+        noise.GeneratorSource, "normal", lambda self, shape, like: draw(self, shape, like) / math.sqrt(2)
+    )
+
+
+def divisor_from_the_batch_that_was_drawn(patch: Patch) -> None:
+    take = capture.Capture.take
+    drawn = [1.0]
+
+    def noting(self):
+        spectra = take(self)
+        drawn[0] = float(spectra.batch) if spectra else 1.0
+        return spectra
+
+    patch.setattr(capture.Capture, "take", noting)
+    patch.setattr(
+        optimizer.PrivateOptimizer,
+        "expected_batch_size",
+        property(lambda self: drawn[0], lambda self, value: None),
+        raising=False,
+    )
+
+
+def steps_from_the_length_of_the_data(patch: Patch) -> None:
+    honest = sampling.PoissonBatchSampler.__init__
+
+    def init(self, records, sample_rate, steps, generator=None):
+        honest(self, records, sample_rate, records // 2, generator)
+
+    patch.setattr(sampling.PoissonBatchSampler, "__init__", init)
+
+
+def shuffling_accounted_as_poisson(patch: Patch) -> None:
+    def shuffled(self):
+        size, left = round(self.records * self.sample_rate), []
+        for _ in range(self.steps):
+            if len(left) < size:
+                left = torch.randperm(self.records, generator=self.generator).tolist()
+            yield [left.pop() for _ in range(size)]
+
+    patch.setattr(sampling.PoissonBatchSampler, "__iter__", shuffled)
+
+
+def empty_batches_skipped(patch: Patch) -> None:
+    honest = optimizer.PrivateOptimizer.step
+
+    def skipping(self, closure=None):
+        if self.capture._batch == 0:
+            for p in self._parameters.values():
+                p.grad = torch.zeros_like(p)
+            return self.capture.drop()
+        return honest(self, closure)
+
+    patch.setattr(optimizer.PrivateOptimizer, "step", skipping)
+
+
+def not_finite_records_pass(patch: Patch) -> None:
+    patch.setattr(clip.torch.Tensor, "isfinite", lambda self: torch.ones_like(self, dtype=torch.bool))
+
+
+def noise_for_each_micro_batch(patch: Patch) -> None:
+    patch.setattr(optimizer.PrivateOptimizer, "signal_skip_step", lambda self, do_skip=True: None)
+
+
+def micro_batches_clipped_as_one(patch: Patch) -> None:
+    """One factor for the whole physical batch instead of one for each record."""
+    honest = clip.clip
+
+    def blunt(spectra, plan, views, weights):
+        clipped = honest(spectra, plan, views, weights)
+        mean = {name: f.mean().expand_as(f) for name, f in clipped.factors.items()}
+        return replace(clipped, factors=mean)
+
+    patch.setattr(step, "clip", blunt)
+
+
+def a_norm_that_misses_a_factor(patch: Patch) -> None:
+    patch.setattr(per_sample.Circulant, "squared_norm", lambda self: self.left.square().sum((1, 2, 3)) * 0.01)
+
+
+def weights_left_out_of_the_clip(patch: Patch) -> None:
+    honest = clip.clip
+
+    def unweighted(spectra, plan, views, weights):
+        return honest(spectra, plan, views, {n: torch.ones_like(w) for n, w in weights.items()})
+
+    patch.setattr(step, "clip", unweighted)
+
+
+def layers_that_share_a_norm_counted_once(patch: Patch) -> None:
+    from gredp.privacy.certificate import Certificate
+
+    patch.setattr(
+        Certificate, "noise_multiplier", property(lambda self: 1 / max(r.sensitivity for r in self.releases))
+    )
+
+
+def accountant_fed_another_sigma(patch: Patch) -> None:
+    honest = ledger.Ledger.charge
+
+    def flattering(self, certificate, sample_rate, claimed=None):
+        releases = tuple(replace(r, noise_std=r.noise_std * math.sqrt(2)) for r in certificate.releases)
+        honest(self, replace(certificate, releases=releases), sample_rate, claimed)
+
+    patch.setattr(ledger.Ledger, "charge", flattering)
+
+
+def charged_after_the_update(patch: Patch) -> None:
+    honest = ledger.Ledger.charge
+    patch.setattr(
+        ledger.Ledger, "charge", lambda self, *rest: self.__dict__.setdefault("late", []).append(rest)
+    )
+    stepped = optimizer.PrivateOptimizer.step
+
+    def late(self, closure=None):
+        result = stepped(self, closure)
+        for rest in self.ledger.__dict__.pop("late", []):
+            honest(self.ledger, *rest)
+        return result
+
+    patch.setattr(optimizer.PrivateOptimizer, "step", late)
+
+
+def calibration_from_the_wrong_side(patch: Patch) -> None:
+    import gredp.engine as engine
+
+    patch.setattr(engine, "calibrate", lambda *rest: calibrate.calibrate(*rest) * 0.999)
+
+
+def noise_from_the_global_seed(patch: Patch) -> None:
+    patch.setattr(
+        noise.GeneratorSource, "normal", lambda self, shape, like: torch.randn(shape, dtype=like.dtype)
+    )
+
+
+def the_same_draw_every_step(patch: Patch) -> None:
+    def replayed(self, shape, like):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
+
+    patch.setattr(noise.GeneratorSource, "normal", replayed)
+
+
+def spent_gradients_used_again(patch: Patch) -> None:
+    honest = capture.Capture.take
+
+    def keep(self):
+        self.last = honest(self) or getattr(self, "last", None)
+        return self.last
+
+    patch.setattr(capture.Capture, "take", keep)
+    patch.setattr(
+        capture.Capture,
+        "drop",
+        lambda self: self.__dict__.update(_pending={}, _batch=None, _pending_pass=None),
+    )
+
+
+def weights_learned_before_the_release(patch: Patch) -> None:
+    honest = step.PrivateStep.accumulate
+
+    def peeking(self, spectra):
+        honest(self, spectra)
+        if self.shape is not None:
+            self.shape.learn(self._bounded.shares, 0.0)
+
+    patch.setattr(step.PrivateStep, "accumulate", peeking)
+
+
+def batch_norm_let_through(patch: Patch) -> None:
+    patch.setattr(validation, "problem", lambda layer: None)
+
+
+# ------------------------------------------------------------------ who catches them
+
+
+@dataclass(frozen=True)
+class Mutant:
+    plant: Callable[[Patch], None]
+    caught_by: Callable[..., None]
+    arguments: tuple = ()
+
+    def __str__(self) -> str:
+        return self.plant.__name__
+
+
+MUTANTS = [
+    Mutant(
+        fft_without_unitary_scaling,
+        laws.test_noise_has_the_variance_of_the_certificate,
+        ("circulant 8", "gredp"),
+    ),
+    Mutant(
+        half_spectrum_without_root_two,
+        laws.test_noise_has_the_variance_of_the_certificate,
+        ("conv 3x3", "gredp shaped"),
+    ),
+    Mutant(real_noise_only, laws.test_no_direction_is_left_without_noise, ("gredp",)),
+    Mutant(last_coefficient_without_noise, laws.test_no_direction_is_left_without_noise, ("gredp",)),
+    Mutant(clip_of_the_mean_loss, laws.test_one_record_moves_the_sum_by_at_most_the_clip_norm, ("dpsgd",)),
+    Mutant(
+        noise_divided_by_the_batch,
+        laws.test_noise_has_the_variance_of_the_certificate,
+        ("linear 45", "dpsgd"),
+    ),
+    Mutant(
+        divisor_from_the_batch_that_was_drawn,
+        laws.test_sums_are_divided_by_the_expected_batch_whatever_was_drawn,
+    ),
+    Mutant(steps_from_the_length_of_the_data, laws.test_every_constant_is_the_same_on_neighbours, ("dpsgd",)),
+    Mutant(shuffling_accounted_as_poisson, test_sampling.test_batch_sizes_vary_as_independent_draws_do),
+    Mutant(shuffling_accounted_as_poisson, test_sampling.test_records_come_back_within_an_epoch),
+    Mutant(empty_batches_skipped, test_sampling.test_empty_draws_are_executed_charged_and_noised),
+    Mutant(not_finite_records_pass, laws.test_records_that_are_not_finite_contribute_nothing),
+    Mutant(noise_for_each_micro_batch, test_sampling.test_result_does_not_depend_on_the_physical_batch, (3,)),
+    Mutant(
+        micro_batches_clipped_as_one, test_sampling.test_result_does_not_depend_on_the_physical_batch, (3,)
+    ),
+    Mutant(
+        a_norm_that_misses_a_factor,
+        laws.test_one_record_moves_the_sum_by_at_most_the_clip_norm,
+        ("dpsgd",),
+    ),
+    Mutant(
+        weights_left_out_of_the_clip,
+        laws.test_one_record_moves_the_sum_by_at_most_the_clip_norm,
+        ("gredp shaped",),
+    ),
+    Mutant(
+        layers_that_share_a_norm_counted_once,
+        test_engine.test_claims_of_the_paper_stand_beside_the_proven_figure,
+    ),
+    Mutant(accountant_fed_another_sigma, test_engine.test_the_ledger_holds_what_was_executed, ("gredp",)),
+    Mutant(charged_after_the_update, test_engine.test_the_charge_comes_before_the_update),
+    Mutant(calibration_from_the_wrong_side, test_engine.test_target_epsilon_is_met_and_never_passed),
+    Mutant(noise_from_the_global_seed, laws.test_two_engines_never_share_noise),
+    Mutant(the_same_draw_every_step, laws.test_noise_of_two_steps_is_independent),
+    Mutant(spent_gradients_used_again, test_engine.test_gradients_are_spent_once),
+    Mutant(weights_learned_before_the_release, test_engine.test_shaped_noise_learns_from_releases_only),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_planted_fault_is_caught(mutant, monkeypatch):
+    mutant.plant(monkeypatch)
+    try:
+        mutant.caught_by(*mutant.arguments)
+    except (AssertionError, pytest.fail.Exception):
+        return
+    pytest.fail(f"{mutant.caught_by.__name__} did not notice {mutant}")
+
+
+def test_the_catching_tests_pass_without_a_fault():
+    """Otherwise a mutant could be caught by a test that always fails."""
+    for mutant in {m.caught_by: m for m in MUTANTS}.values():
+        mutant.caught_by(*mutant.arguments)
