@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gredp import PrivacyEngine
 from gredp.data import load
 from gredp.gradient.clip import energies
+from gredp.gradient.shaping import relative_noise_energy
 from gredp.models import build
 from gredp.training.loop import accuracy, centred
 from gredp.training.record import header, plain_numbers, write
@@ -40,7 +41,7 @@ def energy_ratios(optimizer, model, x, y) -> dict[str, float]:
     n_layer, e_layer = (torch.zeros(len(step.views)).double().index_add_(0, layers, t) for t in (n, e))
     white = float(n.sum() * e.sum())
     return {
-        "shaped": float((n / w2).sum() * (w2 * e).sum()) / white,
+        "shaped": relative_noise_energy(n, w2, e),
         "best_over_layers": float((n_layer * e_layer).sqrt().sum() ** 2) / white,
         "best_over_frequencies": float((n * e).sqrt().sum() ** 2) / white,
     }
@@ -101,7 +102,9 @@ def measure(dataset: str, epsilon: float, epochs: int, batch: int, data_dir: str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", default="cifar10")
     parser.add_argument("--epsilon", type=float, default=2.0)
     parser.add_argument("--epochs", type=int, default=3)
@@ -113,7 +116,9 @@ def main() -> None:
     result = measure(
         arguments.dataset, arguments.epsilon, arguments.epochs, arguments.batch_size, arguments.data_dir
     )
-    command = f"python benchmarks/shaped_noise_energy.py --dataset {arguments.dataset} --epochs {arguments.epochs}"
+    command = (
+        f"python benchmarks/shaped_noise_energy.py --dataset {arguments.dataset} --epochs {arguments.epochs}"
+    )
     record = header() | {"command": command, "seed": 0} | result
     write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
 

@@ -72,6 +72,16 @@ class LearnedShape:
         self._precondition = _normalised(update.square(), share.square()).sqrt()
 
 
+def relative_noise_energy(sizes: Tensor, squared_weights: Tensor, energies: Tensor) -> float:
+    """Noise energy of these weights over white noise's, at the same relative clipping.
+
+    All `[groups]`: coefficients in each group, w², and the mean record's energy in each group. 1 for
+    equal weights, never below (Σ √(n_k e_k))² / (Σ n_k Σ e_k).
+    """
+    n, w2, e = sizes.double(), squared_weights.double(), energies.double()
+    return float((n / w2).sum() * (w2 * e).sum() / (n.sum() * e.sum()))
+
+
 def _normalised(weights: Tensor, energy: Tensor) -> Tensor:
     """Scaled so that the mean record keeps its norm: the clipping norm means the same for any shape."""
     return weights * (energy.sum() / (weights * energy).sum())
