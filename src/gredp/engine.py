@@ -122,7 +122,6 @@ class PrivacyEngine:
             claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=max_grad_norm,
         )
-        module.train()
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
         return module, private, loader

@@ -55,6 +55,7 @@ class PrivateOptimizer(Optimizer):
         self.claimed_multiplier = sigma if claimed_by_paper else None
         self.max_grad_norm = max_grad_norm
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
+        self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
         self._skip = False
 
     @property
@@ -106,6 +107,12 @@ class PrivateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad or parameter.grad is not None:
+                raise GredpError(
+                    f"parameter {name} was unfrozen after make_private: its gradient would be neither "
+                    "clipped nor noised; unfreeze first, then make the model private"
+                )
         spectra = self.capture.take()
         if spectra is None:
             raise GredpError(
@@ -119,7 +126,8 @@ class PrivateOptimizer(Optimizer):
         gradients = self.private_step.release(self._parameters)
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():
-            parameter.grad = (gradients[name] / divisor).to(parameter.dtype)
+            released = (gradients[name] / divisor).to(parameter.dtype)
+            parameter.grad = released if parameter.requires_grad else None  # None: frozen in the meantime
         self.original_optimizer.step()
         return loss
 

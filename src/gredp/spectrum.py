@@ -73,11 +73,11 @@ def grid_energy(values: Tensor, axes: int) -> Tensor:
     grid = tuple(values.shape[values.dim() - axes :])
     lead = tuple(range(1, values.dim() - axes))
     if not 1 < math.prod(grid) <= 64:
-        energy = fft(values, axes).abs().square()
+        energy = fft(values, axes).abs().double().square()
         return energy.sum(lead) if lead else energy
     # Kernels are too small for an FFT to pay; one real matrix product gives the same energies.
     flat = values.reshape(values.shape[0], math.prod(values.shape[1 : values.dim() - axes]), math.prod(grid))
-    energy = (flat @ real_basis(grid).to(flat)).square().sum(1)
+    energy = (flat @ real_basis(grid).to(flat)).square().sum(1, dtype=torch.float64)
     return ((energy + energy[:, mirror(grid).to(flat.device)]) / 2).view(-1, *grid)
 
 
@@ -142,7 +142,7 @@ class BlockView:
 
     def gather(self, energy: Tensor) -> Tensor:
         """`[B, *grid]` energies of coefficients → `[B, group_count]`."""
-        flat = energy.flatten(1)
+        flat = energy.reshape(energy.shape[0], math.prod(self.block.grid))
         if self.groups is None:
             return flat.sum(1, keepdim=True)
         out = flat.new_zeros(flat.shape[0], self.group_count)

@@ -35,6 +35,10 @@ def problem(layer: nn.Module) -> str | None:
         )
     elif isinstance(layer, nn.MultiheadAttention) and any(p.requires_grad for p in layer.parameters()):
         return f"{kind} hides its weights in a fused call: gredp.fix(model) puts a private one in its place"
+    elif isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) and not (
+        layer.self_attn.batch_first
+    ):
+        return f"{kind} with batch_first=False puts positions before records: build it with batch_first=True"
     elif isinstance(layer, nn.RNNBase | nn.RNNCellBase) and trainable:
         return f"{kind} is not supported: its gates need per-sample rules; use attention or convolutions"
     elif isinstance(layer, nn.Embedding) and trainable:
@@ -64,36 +68,51 @@ def replacement(layer: nn.Module) -> nn.Module | None:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         # 16 channels a group, or the largest number of groups that divides the channels
         groups = math.gcd(layer.num_features, max(1, layer.num_features // 16)) or 1
-        return nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+        return _with_weights(
+            nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine), layer
+        )
     if isinstance(layer, INSTANCE_NORMS):
-        return type(layer)(layer.num_features, eps=layer.eps, affine=layer.affine)
+        return _with_weights(type(layer)(layer.num_features, eps=layer.eps, affine=layer.affine), layer)
     if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is None and not layer.add_zero_attn:
         return PrivateMultiheadAttention.from_stock(layer)
     return None
 
 
+def _with_weights(new: nn.Module, old: nn.Module) -> nn.Module:
+    """`new` with the parameters of `old`, frozen where those are."""
+    for name, parameter in old.named_parameters(recurse=False):
+        setattr(new, name, parameter)
+    return new
+
+
 def _replace(model: nn.Module, choose: Callable[[str, nn.Module], nn.Module | None]) -> nn.Module:
-    """A copy of the model with the chosen layers exchanged, devices and modes kept."""
+    """A copy of the model with the chosen layers exchanged; devices, modes and sharing kept."""
     model = copy.deepcopy(model)
-    found = {name: choose(name, layer) for name, layer in model.named_modules()}
-    for name, new in found.items():
-        if new is None:
-            continue
-        old = model.get_submodule(name)
-        reference = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), None)
-        new = new.train(old.training)
-        if reference is not None:
-            new = new.to(reference.device, reference.dtype)
-        if name == "":
-            return new
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+    chosen = {layer: choose(name, layer) for name, layer in model.named_modules()}
+    for old, new in chosen.items():
+        if new is not None:
+            reference = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), None)
+            new.train(old.training)
+            if reference is not None:
+                new.to(reference.device, reference.dtype)
+    root = chosen[model]
+    if root is not None:
+        return root
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            new = chosen.get(child)
+            if new is not None:
+                setattr(parent, name, new)
     return model
 
 
 def fix(model: nn.Module) -> nn.Module:
     """A copy in which every layer that `validate` refuses and that has a replacement is replaced."""
-    return _replace(model, lambda _, layer: replacement(layer) if problem(layer) else None)
+    model = _replace(model, lambda _, layer: replacement(layer) if problem(layer) else None)
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoder):  # its shortcut reaches into the stock attention
+            layer.enable_nested_tensor = layer.use_nested_tensor = False
+    return model
 
 
 def to_spectral(model: nn.Module, block: int = 8) -> nn.Module:
@@ -102,9 +121,13 @@ def to_spectral(model: nn.Module, block: int = 8) -> nn.Module:
     Linear layers keep the direction of their weights that a circulant can express, and their norm. The
     last one, whose sizes are rarely multiples of `block`, takes the largest block that divides both.
     """
-    last = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)][-1:]
+    stock = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    last = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m not in stock][-1:]
+    hidden = {n for n, m in model.named_modules() if m in stock}  # its module reads the weight itself
 
     def choose(name: str, layer: nn.Module) -> nn.Module | None:
+        if name in hidden:
+            return None
         if isinstance(layer, nn.Conv2d) and rule_for(layer) and not isinstance(layer, SpectralConv2d):
             return SpectralConv2d.from_conv(layer)
         if isinstance(layer, nn.Linear) and rule_for(layer):

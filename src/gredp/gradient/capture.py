@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
 from gredp.gradient.per_sample import Correlation, PerSampleGradient, PerSampleSpectra, add
-from gredp.gradient.rules import Rule, generic, grid_axes, rule_for
+from gredp.gradient.rules import Call, Rule, full_precision, generic, grid_axes, rule_for
 from gredp.privacy.certificate import Block
 
 
@@ -26,28 +27,30 @@ class Unit:
     layer: nn.Module
     rule: Rule | None
     #: name within the layer → name within the model
-    parameters: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str]
+    #: parameters that do not ask for a gradient while the layer runs
+    silenced: list[Tensor] = field(default_factory=list)
 
 
 def find_units(module: nn.Module) -> list[Unit]:
-    """The layers that own trainable parameters, outermost first."""
+    """The layers that own trainable parameters, outermost first, each once however often it appears."""
     full_names = {id(p): n for n, p in module.named_parameters()}
-    units: list[Unit] = []
+    units: dict[nn.Module, Unit] = {}
 
     def visit(name: str, layer: nn.Module) -> None:
         own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
         if not own:
             for child, sub in layer.named_children():
                 visit(f"{name}.{child}" if name else child, sub)
-            return
-        rule = rule_for(layer)
-        # Without a rule, the parameters below come along: the generic rule differentiates all of it.
-        inside = own if rule else {n: p for n, p in layer.named_parameters() if p.requires_grad}
-        names = {n: full_names[id(p)] for n, p in inside.items()}
-        units.append(Unit(name or type(layer).__name__, layer, rule, names))
+        elif layer not in units:
+            rule = rule_for(layer)
+            # Without a rule, the parameters below come along: the generic rule differentiates all of it.
+            inside = own if rule else {n: p for n, p in layer.named_parameters() if p.requires_grad}
+            names = {n: full_names[id(p)] for n, p in inside.items()}
+            units[layer] = Unit(name or type(layer).__name__, layer, rule, names)
 
     visit("", module)
-    return units
+    return list(units.values())
 
 
 class _Anchor(torch.autograd.Function):
@@ -76,9 +79,10 @@ class Capture:
         self._batch: int | None = None
         self._pass = 0
         self._paused = False
-        self._buffers = {n: (b, b._version) for n, b in module.named_buffers() if b.is_floating_point()}
-        self.grids: dict[str, tuple[int, ...]] = {}
+        self._root_batch: int | None = None
+        self._buffers: dict[str, Tensor] = {}
         self._handles: list[Any] = []
+        self._grid_axes = {block.name: len(block.grid) for block in self.blocks()}
         self._attach()
 
     # ---------------------------------------------------------------- hooks
@@ -87,34 +91,42 @@ class Capture:
         # Plain functions, not bound methods: a deep copy of the model must not copy this object.
         capture = self
 
-        def begin_pass(module: nn.Module, args: Any) -> None:
+        def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is capture.module:
-                capture._pass += 1
+                capture._begin_pass(args, kwargs)
 
         def end_pass(module: nn.Module, args: Any, out: Any) -> None:
-            if module is capture.module and module.training:
-                capture._check_buffers()
+            if module is capture.module:
+                capture._end_pass()
 
-        def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(layer: nn.Module, args: Any) -> None:
             if capture._active(layer):
-                capture._ask_gradients(layer, False)
+                capture._silence(layer)
 
         def after(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
             if capture._active(layer):
-                capture._ask_gradients(layer, True)
+                capture._restore(layer)
                 return capture._watch(layer, args, kwargs, out)
             return None
 
         handles = self._handles
-        handles.append(self.module.register_forward_pre_hook(begin_pass))
+        handles.append(self.module.register_forward_pre_hook(begin_pass, with_kwargs=True))
         handles.append(self.module.register_forward_hook(end_pass))
         for unit in self.units:
-            handles.append(unit.layer.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True))
+            handles.append(unit.layer.register_forward_pre_hook(before))
+            # First in line: a hook of the user's may change the output, and that is not the layer's doing.
+            handles.append(
+                unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True)
+            )
+        for layer in self.module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                handles.append(layer.register_forward_pre_hook(_keep_in_eval_mode))
         names = {full for unit in self.units for full in unit.parameters.values()}
         for name, parameter in self.module.named_parameters():
             if name in names:
                 handles.append(parameter.register_hook(_refuse_raw_gradient(name)))
+            else:
+                parameter.grad = None  # what an earlier backward left there was never clipped
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -127,44 +139,77 @@ class Capture:
             layer in self._by_layer and self.module.training and torch.is_grad_enabled() and not self._paused
         )
 
-    def _ask_gradients(self, layer: nn.Module, ask: bool) -> None:
-        for name in self._by_layer[layer].parameters:
-            layer.get_parameter(name).requires_grad_(ask)
+    def _begin_pass(self, args: Any, kwargs: Any) -> None:
+        self._pass += 1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        self._root_batch = tensors[0].shape[0] if tensors else None
+        if self.module.training:
+            self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def _end_pass(self) -> None:
+        self._root_batch = None
+        if not self.module.training:
+            return
+        for name, buffer in self.module.named_buffers():
+            before = self._buffers.get(name)
+            if before is not None and not _same(before, buffer):
+                raise GredpError(
+                    f"buffer {name} was changed by a training forward: what follows the data would be "
+                    "released without noise; use a layer without running statistics (see gredp.fix)"
+                )
+
+    def _silence(self, layer: nn.Module) -> None:
+        unit = self._by_layer[layer]
+        unit.silenced = [p for p in map(layer.get_parameter, unit.parameters) if p.requires_grad]
+        for parameter in unit.silenced:
+            parameter.requires_grad_(False)
+
+    def _restore(self, layer: nn.Module) -> None:
+        unit = self._by_layer[layer]
+        for parameter in unit.silenced:
+            parameter.requires_grad_(True)
 
     def _watch(self, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if out is None:  # the layer's forward raised; that error is on its way
             return None
         unit = self._by_layer[layer]
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if len(tensors) != 1 or not isinstance(out, Tensor):
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(places) != 1 or not isinstance(out, Tensor):
             raise GredpError(
-                f"{unit.name} ({type(layer).__name__}) takes {len(tensors)} tensors and returns "
+                f"{unit.name} ({type(layer).__name__}) takes {len(places)} tensors and returns "
                 f"{type(out).__name__}: per-sample gradients need one tensor in and one out; "
                 "see gredp.fix, or build it from smaller layers"
             )
-        x = tensors[0].detach()
-        if x.dim() == 0 or out.dim() == 0 or x.shape[0] != out.shape[0]:
+        x = leaves[places[0]].detach()
+        expected = self._root_batch if self._root_batch is not None else (x.shape[0] if x.dim() else 0)
+        if x.dim() == 0 or out.dim() == 0 or not x.shape[0] == out.shape[0] == expected:
             raise GredpError(
-                f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: "
-                "the first dimension of every layer's input and output must be the batch"
+                f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: the first "
+                f"dimension of every input and output must be the batch, here {expected} records"
             )
-        spent = [False]
-        number = self._pass
+        if self._pending_pass is not None:  # parts of the model are called without its own forward
+            self._pass += 1
+        spent, number, version = [False], self._pass, x._version
 
         def receive(grad: Tensor) -> None:
             if spent[0]:
                 raise GredpError(
                     f"{unit.name} was differentiated twice: add the losses and call backward once per batch"
                 )
+            if x._version != version:
+                raise GredpError(f"{unit.name}: its input was overwritten in place before the backward")
             spent[0] = True
-            self._receive(unit, number, x, grad.detach())
+            self._receive(unit, number, x, grad.detach(), (leaves, spec, places[0]))
 
+        if out._is_view():  # an in-place layer behind it would rewrite the history past the hook
+            out = out.clone()
         if not out.requires_grad:
             out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))
         out.register_hook(receive)
         return out
 
-    def _receive(self, unit: Unit, number: int, x: Tensor, g: Tensor) -> None:
+    def _receive(self, unit: Unit, number: int, x: Tensor, g: Tensor, call: Call) -> None:
         if self._pending_pass is None:
             self._pending_pass = number
         if number != self._pending_pass:
@@ -179,31 +224,22 @@ class Capture:
                 f"{unit.name} saw {g.shape[0]} records, another layer {self._batch}: "
                 "the first dimension of every layer's input must be the batch"
             )
-        x, g = _full_precision(x), _full_precision(g)
-        for name, gradient in self._gradients(unit, x, g).items():
+        for name, gradient in self._gradients(unit, full_precision(x), full_precision(g), call).items():
             full = unit.parameters.get(name)
-            if full is None:  # frozen, or absent (no bias)
-                continue
+            if full is None or not unit.layer.get_parameter(name).requires_grad:
+                continue  # absent (no bias), or frozen by now
             held = self._pending.get(full)
-            self._pending[full] = gradient if held is None else add(held, gradient)
+            self._pending[full] = gradient if held is None else add(held, gradient, self._grid_axes[full])
 
-    def _gradients(self, unit: Unit, x: Tensor, g: Tensor) -> dict[str, PerSampleGradient]:
+    def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> dict[str, PerSampleGradient]:
         if unit.rule is not None:
             with torch.no_grad():
                 return unit.rule(unit.layer, x, g)
         self._paused = True  # the generic rule runs the layer again; these runs are not the user's
         try:
-            return generic(unit.layer, list(unit.parameters), x, g)
+            return generic(unit.layer, list(unit.parameters), x, g, call)
         finally:
             self._paused = False
-
-    def _check_buffers(self) -> None:
-        for name, (buffer, version) in self._buffers.items():
-            if buffer._version != version:
-                raise GredpError(
-                    f"buffer {name} was changed by a training forward: what follows the data would be "
-                    "released without noise; use a layer without running statistics (see gredp.fix)"
-                )
 
     # ---------------------------------------------------------------- what the step asks for
 
@@ -225,7 +261,7 @@ class Capture:
         """
         shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
         handles = [
-            unit.layer.register_forward_hook(_note_padded_grid(unit, shapes))
+            unit.layer.register_forward_hook(_note_padded_grid(unit, shapes), with_kwargs=True)
             for unit in self.units
             if isinstance(unit.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and "weight" in unit.parameters
         ]
@@ -255,9 +291,10 @@ class Capture:
 def _note_padded_grid(
     unit: Unit, shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
 ) -> Callable[..., None]:
-    def note(layer: Any, args: Any, out: Tensor) -> None:
+    def note(layer: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         assert unit.rule is not None
-        weight = unit.rule(layer, args[0].detach(), torch.zeros_like(out))["weight"]
+        (x,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        weight = unit.rule(layer, x.detach(), torch.zeros_like(out))["weight"]
         assert isinstance(weight, Correlation)
         released = tuple(tuple(range(0, k * d, d)) for k, d in zip(layer.kernel_size, layer.dilation))
         shapes[unit.parameters["weight"]] = (weight.padded_grid, released)
@@ -275,5 +312,12 @@ def _refuse_raw_gradient(name: str) -> Callable[[Tensor], None]:
     return refuse
 
 
-def _full_precision(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+def _keep_in_eval_mode(layer: nn.Module, args: Any) -> None:
+    """A frozen normalisation stays as it is, also when a loop calls model.train() in every epoch."""
+    layer.eval()
+
+
+def _same(before: Tensor, after: Tensor) -> bool:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    return bool(((before == after) | (before.isnan() & after.isnan())).all())

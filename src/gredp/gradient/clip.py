@@ -17,6 +17,8 @@ from gredp.spectrum import BlockView
 
 #: stabiliser of automatic clipping, as in Bu et al. 2022
 AUTOMATIC = 0.01
+#: norms whose square leaves single precision are no gradients of a working model: treated as not finite
+LARGEST_NORM = 1e19
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
         return view.gather(gradient.padded_energy())
     if view.groups is None:
         return gradient.squared_norm()[:, None]
-    return view.gather(gradient.grid_energy())
+    return view.gather(gradient.energy_over(view.axes))
 
 
 def clip(
@@ -67,20 +69,20 @@ def clip(
     present = [n for n in norms.values() if n is not None]
     device = present[0].device if present else None
     kept = torch.ones(spectra.batch, dtype=torch.bool, device=device)
-    for finite in present:
-        kept &= finite.isfinite()
-    for energy in found.values():  # a dropped band must not hide a record that is not finite
-        kept &= energy.isfinite().all(1)
+    for norm in present:
+        # False for infinity and NaN too; a dropped band cannot hide one, since 0·∞ is NaN.
+        kept &= norm < LARGEST_NORM
     factors: dict[str, Tensor] = {}
     for group in plan.groups:
-        norm = norms[group.name]
-        if norm is None:
+        length = norms[group.name]
+        if length is None:
             continue
         if plan.normalize:
-            factor = group.clip_norm / (norm + AUTOMATIC)
+            factor = group.clip_norm / (length + AUTOMATIC)
         else:
-            factor = (group.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
-        factor = torch.where(kept, factor, 0.0) * spectra.scale
+            factor = (group.clip_norm / length.clamp(min=1e-30)).clamp(max=1.0)
+        # A factor that single precision cannot hold to its digits would be rounded up as well as down.
+        factor = torch.where(kept & (factor > 1e-37), factor, 0.0) * spectra.scale
         factors.update({n: factor for n in group.blocks if n in found})
     gradients = spectra.gradients
     if not bool(kept.all()):

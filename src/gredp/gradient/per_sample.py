@@ -36,13 +36,22 @@ class PerSampleGradient(ABC):
     def batch(self) -> int:
         """Number of records."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+        return next(v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point())
+
     def squared_norm(self) -> Tensor:
-        """`[b]`."""
-        return self.dense().flatten(1).square().sum(1)
+        """`[b]`, in double precision."""
+        return _squares(self.dense())
 
     def grid_energy(self) -> Tensor:
         """`[b, *grid]`: energy of each coefficient of the unitary spectrum, leading axes summed."""
         return grid_energy(self.dense(), self.grid_axes)
+
+    def energy_over(self, axes: int) -> Tensor:
+        """The same on a grid of `axes` trailing axes, which a parameter shared by unlike layers may need."""
+        return self.grid_energy() if axes == self.grid_axes else grid_energy(self.dense(), axes)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """`[*shape]`: Σ_b factors_b · gradient_b."""
@@ -92,15 +101,15 @@ class Outer(PerSampleGradient):
     def squared_norm(self) -> Tensor:
         positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]
         if positions == 1:
-            return self.left.square().sum((1, 2)) * self.right.square().sum((1, 2))
+            return _squares(self.left) * _squares(self.right)
         if positions * (o + i) < o * i:
             # ‖Σ_t l_t r_tᵀ‖² = Σ_ts (l_t·l_s)(r_t·r_s): two Gram matrices instead of the product
-            return torch.mul(_gram(self.left), _gram(self.right)).sum((1, 2)).to(self.left)
-        return torch.cat([c.dense().flatten(1).square().sum(1) for c in self._chunks(o * i)])
+            return torch.mul(_gram(self.left), _gram(self.right)).sum((1, 2))
+        return torch.cat([_squares(c.dense()) for c in self._chunks(o * i)])
 
     def grid_energy(self) -> Tensor:
         if self.left.shape[1] == 1:
-            return self.left.square().sum((1, 2))[:, None] * fft(self.right, 1).abs().square().sum(1)
+            return _squares(self.left)[:, None] * fft(self.right, 1).abs().double().square().sum(1)
         size = self.left.shape[2] * self.right.shape[2]
         return torch.cat([grid_energy(c.dense(), 1) for c in self._chunks(size)])
 
@@ -141,7 +150,7 @@ class Circulant(PerSampleGradient):
         if self.left.shape[1] != 1:
             return grid_energy(self.dense(), 1)
         # Parseval: the sums over blocks part, so O(p + q) instead of O(pq) for each frequency
-        left, right = (m.abs().square().sum((1, 2)) for m in self._spectra())
+        left, right = (m.abs().double().square().sum((1, 2)) for m in self._spectra())
         return left * right * self.left.shape[-1]
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -172,7 +181,7 @@ class Lookup(PerSampleGradient):
 
     def squared_norm(self) -> Tensor:
         same = self.ids[:, :, None] == self.ids[:, None, :]
-        return _gram(self.gradient).masked_fill(~same, 0).sum((1, 2)).to(self.gradient)
+        return _gram(self.gradient).masked_fill(~same, 0).sum((1, 2))
 
     def grid_energy(self) -> Tensor:
         size = self.rows * self.gradient.shape[2]
@@ -232,8 +241,7 @@ class Correlation(PerSampleGradient):
         return torch.stack(products, -1).view(b, *self.shape)
 
     def squared_norm(self) -> Tensor:
-        parts = [part.dense().flatten(1).square().sum(1) for part in self._chunks()]
-        return torch.cat(parts)
+        return torch.cat([_squares(part.dense()) for part in self._chunks()])
 
     def grid_energy(self) -> Tensor:
         return torch.cat([grid_energy(part.dense(), self.grid_axes) for part in self._chunks()])
@@ -275,7 +283,7 @@ class Correlation(PerSampleGradient):
 
     def padded_energy(self) -> Tensor:
         """`[b, *padded]`: energy of each padded coefficient, from two products instead of o·c of them."""
-        x, g = (m.abs().square().sum(2) for m in self._padded_spectra())
+        x, g = (m.abs().double().square().sum(2) for m in self._padded_spectra())
         return (x * g).sum(1) * math.prod(self.padded_grid)
 
     def padded_dense(self) -> Tensor:
@@ -290,6 +298,16 @@ class Correlation(PerSampleGradient):
     def _padded_product(self, equation: str) -> Tensor:
         x, g = self._padded_spectra()
         return torch.einsum(equation, x, g) * math.sqrt(math.prod(self.padded_grid))
+
+
+def _squares(m: Tensor) -> Tensor:
+    """`[b, *]` → `[b]`: sums of squares in double precision.
+
+    The square of a small factor would vanish in single precision while its product with a large one does
+    not, and a record whose norm comes out as zero would pass the clip.
+    """
+    flat = m.reshape(m.shape[0], math.prod(m.shape[1:]))
+    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
 
 
 def _gram(m: Tensor) -> Tensor:
@@ -309,14 +327,14 @@ def _parts(batch: int, size: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def add(first: PerSampleGradient, second: PerSampleGradient) -> PerSampleGradient:
+def add(first: PerSampleGradient, second: PerSampleGradient, grid_axes: int) -> PerSampleGradient:
     """The gradient of a parameter that is used twice: both uses count before the norm is taken."""
     if first.batch != second.batch:
         raise GredpError(
             f"a shared parameter saw {first.batch} records in one use and {second.batch} in another: "
             "the first dimension of every layer's input must be the batch"
         )
-    return Dense(first.dense() + second.dense(), first.grid_axes)
+    return Dense(first.dense() + second.dense(), grid_axes)
 
 
 @dataclass(frozen=True)

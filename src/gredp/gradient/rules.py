@@ -6,10 +6,12 @@ returns one `PerSampleGradient` for each of its parameters.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gredp.errors import GredpError
 from gredp.gradient.per_sample import Circulant, Correlation, Dense, Lookup, Outer, PerSampleGradient
@@ -18,6 +20,8 @@ from gredp.layers.block_circulant import to_blocks
 
 Gradients = dict[str, PerSampleGradient]
 Rule = Callable[[nn.Module, Tensor, Tensor], Gradients]
+#: the flattened arguments of a layer's call, their structure, and which of them is the input
+Call = tuple[list[Any], TreeSpec, int]
 
 
 def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Gradients:
@@ -132,15 +136,26 @@ def grid_axes(layer: nn.Module, parameter: str) -> int:
     return 1
 
 
-def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor) -> Gradients:
-    """Any module with one tensor in and one out: the record-wise gradient by `torch.func`."""
+def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor, call: Call) -> Gradients:
+    """Any module with one tensor in and one out: the record-wise gradient by `torch.func`.
+
+    `call` holds the arguments of the user's call, so that those that are not tensors come along.
+    """
+    shapes = {n: layer.get_parameter(n).shape for n in names}
     if x.shape[0] == 0:
-        return {n: Dense(g.new_zeros(0, *layer.get_parameter(n).shape)) for n in names}
-    values = {n: layer.get_parameter(n).detach() for n in names}
+        return {n: Dense(g.new_zeros(0, *shape), min(1, len(shape))) for n, shape in shapes.items()}
+    leaves, spec, place = call
+    state = {
+        n: full_precision(t.detach())
+        for n, t in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers())
+    }
+    values = {n: state[n] for n in names}
 
     def one_record(record: Tensor, out: Tensor) -> dict[str, Tensor]:
+        args, kwargs = tree_unflatten([*leaves[:place], record.unsqueeze(0), *leaves[place + 1 :]], spec)
+
         def forward(parameters: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(layer, parameters, (record.unsqueeze(0),)).squeeze(0)
+            return torch.func.functional_call(layer, {**state, **parameters}, args, kwargs).squeeze(0)
 
         return torch.func.vjp(forward, values)[1](out)[0]
 
@@ -154,3 +169,8 @@ def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor) -> Gradien
             ) from None
         raise
     return {n: Dense(v, min(1, v.dim() - 1)) for n, v in dense.items()}
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """Norms and sums are taken in single precision at least."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

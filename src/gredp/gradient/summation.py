@@ -35,7 +35,7 @@ class BoundedSum:
         if self.spent:
             raise GredpError("this sum was released already: records cannot join it any more")
         for name, gradient in clipped.gradients.items():
-            factors = clipped.factors[name]
+            factors = clipped.factors[name].to(gradient.dtype)
             if self.views[name].padded:
                 assert isinstance(gradient, Correlation)
                 total = gradient.padded_sum(factors)

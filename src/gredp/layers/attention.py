@@ -58,8 +58,8 @@ class PrivateMultiheadAttention(nn.Module):
             scores = _masked(scores, attn_mask)
         if key_padding_mask is not None:
             scores = _masked(scores, key_padding_mask[:, None, None, :])
-        weights = scores.softmax(-1)
-        out = (self.dropout(weights) @ heads[2]).transpose(1, 2).flatten(2)
+        weights = self.dropout(scores.softmax(-1))
+        out = (weights @ heads[2]).transpose(1, 2).flatten(2)
         out = self.out_proj(out)
         if not self.batch_first:
             out = out.transpose(0, 1)
@@ -79,18 +79,23 @@ class PrivateMultiheadAttention(nn.Module):
             stock.vdim,
             stock.batch_first,
         )
+        projections = (new.q_proj, new.k_proj, new.v_proj)
+        packed = stock.in_proj_weight
+        if packed is not None:
+            pieces = [(packed, piece) for piece in packed.chunk(3)]
+        else:
+            pieces = [(w, w) for w in (stock.q_proj_weight, stock.k_proj_weight, stock.v_proj_weight)]
+        pairs: list[tuple[Tensor, Tensor, Tensor]] = [
+            (layer.weight, *piece) for layer, piece in zip(projections, pieces)
+        ]
+        pairs.append((new.out_proj.weight, stock.out_proj.weight, stock.out_proj.weight))
+        if stock.in_proj_bias is not None:
+            chunks = stock.in_proj_bias.chunk(3)
+            pairs += [(layer.bias, stock.in_proj_bias, bias) for layer, bias in zip(projections, chunks)]
+            pairs.append((new.out_proj.bias, stock.out_proj.bias, stock.out_proj.bias))
         with torch.no_grad():
-            if stock.in_proj_weight is not None:
-                weights = list(stock.in_proj_weight.chunk(3))
-            else:
-                weights = [stock.q_proj_weight, stock.k_proj_weight, stock.v_proj_weight]
-            for layer, weight in zip((new.q_proj, new.k_proj, new.v_proj), weights):
-                layer.weight.copy_(weight)
-            new.out_proj.weight.copy_(stock.out_proj.weight)
-            if stock.in_proj_bias is not None:
-                for layer, bias in zip((new.q_proj, new.k_proj, new.v_proj), stock.in_proj_bias.chunk(3)):
-                    layer.bias.copy_(bias)
-                new.out_proj.bias.copy_(stock.out_proj.bias)
+            for target, source, values in pairs:
+                target.copy_(values).requires_grad_(source.requires_grad)
         return new.to(stock.out_proj.weight).train(stock.training)
 
 

@@ -100,8 +100,9 @@ class BlockCirculantLinear(nn.Module):
             )
             layer.weight.copy_(sums / counts.clamp(min=1))
             layer.weight.mul_(weight.norm() / layer.to_dense().norm().clamp(min=1e-30))
+            layer.weight.requires_grad_(weight.requires_grad)
             if layer.bias is not None and linear.bias is not None:
-                layer.bias.copy_(linear.bias)
+                layer.bias.copy_(linear.bias).requires_grad_(linear.bias.requires_grad)
         return layer
 
     def extra_repr(self) -> str:
