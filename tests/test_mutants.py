@@ -15,6 +15,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent / "laws"))  # the named tests live there
 
+import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
 
 import gredp.gradient.capture as capture
@@ -30,6 +31,7 @@ import gredp.spectrum as spectrum
 import gredp.validation as validation
 import test_engine
 import test_sampling
+import test_validation
 
 Patch = pytest.MonkeyPatch
 
@@ -256,6 +258,32 @@ def batch_norm_let_through(patch: Patch) -> None:
     patch.setattr(validation, "problem", lambda layer: None)
 
 
+def buffers_not_watched(patch: Patch) -> None:
+    patch.setattr(capture.Capture, "_end_pass", lambda self: None)
+
+
+def gradients_outside_their_layer_let_through(patch: Patch) -> None:
+    patch.setattr(capture, "_refuse_raw_gradient", lambda name: lambda grad: None)
+
+
+def tied_parameters_counted_once(patch: Patch) -> None:
+    patch.setattr(capture, "add", lambda first, second, grid_axes: first)
+
+
+def a_linear_norm_that_misses_its_input(patch: Patch) -> None:
+    patch.setattr(per_sample.Outer, "squared_norm", lambda self: per_sample._squares(self.left))
+
+
+def unfrozen_parameters_stepped(patch: Patch) -> None:
+    honest = optimizer.PrivateOptimizer.__init__
+
+    def init(self, *rest, **options):
+        honest(self, *rest, **options)
+        self._frozen = {}
+
+    patch.setattr(optimizer.PrivateOptimizer, "__init__", init)
+
+
 # ------------------------------------------------------------------ who catches them
 
 
@@ -321,6 +349,30 @@ MUTANTS = [
     Mutant(noise_from_the_global_seed, laws.test_two_engines_never_share_noise),
     Mutant(the_same_draw_every_step, laws.test_noise_of_two_steps_is_independent),
     Mutant(spent_gradients_used_again, test_engine.test_gradients_are_spent_once),
+    Mutant(batch_norm_let_through, test_validation.test_every_layer_that_must_go_is_listed),
+    Mutant(
+        buffers_not_watched,
+        test_validation.test_a_buffer_that_follows_the_data_is_refused_by_name,
+        ("assigned",),
+    ),
+    Mutant(
+        gradients_outside_their_layer_let_through,
+        test_validation.test_a_weight_used_outside_its_layer_is_refused_by_name,
+    ),
+    Mutant(
+        tied_parameters_counted_once,
+        layer_laws.test_a_parameter_shared_by_two_layers_counts_both,
+        (layer_laws.CASES["linear"],),
+    ),
+    Mutant(
+        a_linear_norm_that_misses_its_input,
+        layer_laws.test_norm_energy_and_sum_equal_those_of_the_dense_gradient,
+        (layer_laws.CASES["linear"],),
+    ),
+    Mutant(
+        unfrozen_parameters_stepped,
+        test_validation.test_a_parameter_unfrozen_after_make_private_is_refused_or_stays,
+    ),
     Mutant(weights_learned_before_the_release, test_engine.test_shaped_noise_learns_from_releases_only),
 ]
 

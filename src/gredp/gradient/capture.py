@@ -185,8 +185,9 @@ class Capture:
         expected = self._root_batch if self._root_batch is not None else (x.shape[0] if x.dim() else 0)
         if x.dim() == 0 or out.dim() == 0 or not x.shape[0] == out.shape[0] == expected:
             raise GredpError(
-                f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: the first "
-                f"dimension of every input and output must be the batch, here {expected} records"
+                f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: "
+                "the first dimension of every layer's input and output must be the batch, "
+                f"here {expected} records"
             )
         if self._pending_pass is not None:  # parts of the model are called without its own forward
             self._pass += 1
