@@ -128,7 +128,7 @@ def test_training_leaves_a_record_and_a_model(capsys, tmp_path, method):
     assert (record["format"], record["version"]) == ("gredp-record", 1)
     assert record["guarantee"]["proven_epsilon"] == got["proven_epsilon"]
     assert record["data"]["records"] == 1438
-    assert sum(entry["steps"] for entry in record["ledger"]) == got["steps"] == 6
+    assert sum(entry["steps"] for entry in record["ledger"]) == got["steps"] == 8
     assert record["versions"]["torch"]
     assert sorted(p.name for p in folder.iterdir()) == ["model.safetensors", "record.json"]
     weights = load_file(folder / "model.safetensors")

@@ -69,9 +69,11 @@ class _Anchor(torch.autograd.Function):
 class Capture:
     """Hooks on one model. `take` hands over what the last backward brought, once."""
 
-    def __init__(self, module: nn.Module, loss_reduction: str = "mean") -> None:
+    def __init__(self, module: nn.Module, loss_reduction: str = "mean", settle: bool = True) -> None:
+        """`settle` lets layers keep less than their inputs; the padded grid needs these."""
         self.module = module
         self.loss_reduction = loss_reduction
+        self.settle = settle
         self.units = find_units(module)
         self._by_layer = {unit.layer: unit for unit in self.units}
         self._pending: dict[str, PerSampleGradient] = {}
@@ -235,7 +237,8 @@ class Capture:
     def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> dict[str, PerSampleGradient]:
         if unit.rule is not None:
             with torch.no_grad():
-                return unit.rule(unit.layer, x, g)
+                gradients = unit.rule(unit.layer, x, g)
+                return {n: v.settled() for n, v in gradients.items()} if self.settle else gradients
         self._paused = True  # the generic rule runs the layer again; these runs are not the user's
         try:
             return generic(unit.layer, list(unit.parameters), x, g, call)

@@ -39,11 +39,9 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, g: Tensor) 
     if x.dim() != len(layer.kernel_size) + 2:
         raise GredpError(f"{type(layer).__name__} got a record without a batch dimension: {tuple(x.shape)}")
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    pads = layer._reversed_padding_repeated_twice
-    if any(pads):
-        x = F.pad(x, pads, mode=mode)
-    stride, dilation = layer.stride, layer.dilation
-    return {"weight": Correlation(x, g, layer.kernel_size, stride, dilation, layer.groups)}
+    pads = tuple(layer._reversed_padding_repeated_twice)
+    geometry = (layer.kernel_size, layer.stride, layer.dilation, layer.groups)
+    return {"weight": Correlation(x, g, *geometry, pads, mode)}
 
 
 def convolution_with_bias(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:

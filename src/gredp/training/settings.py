@@ -30,8 +30,8 @@ class TrainSettings:
     epsilon: float = 2.0
     delta: float = 1e-5
     accountant: AccountantName = "pld"
-    epochs: int = 30
-    batch_size: int = 256
+    epochs: int = 20
+    batch_size: int = 192
     clip_norm: float = 1.0
     clipping: str | None = None
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
