@@ -5,14 +5,20 @@ from collections.abc import Callable
 from torch import nn
 
 from gredp.errors import GredpError
+from gredp.models.alexnet import alexnet
 from gredp.models.lenet import lenet5, lenet_small
 from gredp.models.model3 import model3
+from gredp.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
 from gredp.validation import to_spectral
 
 MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
     "lenet-small": lenet_small,
     "lenet5": lenet5,
     "model3": model3,
+    "resnet20": resnet20,
+    "alexnet": alexnet,
+    "resnet18-1conv": resnet18_1conv,
+    "resnet18-2conv": resnet18_2conv,
 }
 #: the network that goes with a data set when none is named
 DEFAULT_MODEL = {"digits": "lenet-small", "mnist": "lenet5", "fashion-mnist": "lenet5"}
@@ -26,4 +32,4 @@ def build(name: str, input_shape: tuple[int, int, int], classes: int, block: int
     return to_spectral(model, block) if block else model
 
 
-__all__ = ["DEFAULT_MODEL", "MODELS", "build", "lenet5", "lenet_small", "model3"]
+__all__ = ["DEFAULT_MODEL", "MODELS", "build"]

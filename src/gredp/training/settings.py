@@ -19,7 +19,7 @@ class TrainSettings:
     dataset: str = "digits"
     """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, or the path of your own .npz"""
     model: str | None = None
-    """lenet-small, lenet5 or model3; by default the one that goes with the data set"""
+    """lenet-small, lenet5, model3, resnet20 or alexnet; by default the one that goes with the data set"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     method: Method = "gredp"

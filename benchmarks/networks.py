@@ -1,0 +1,50 @@
+"""The networks that are timed, each with its batch: (model, input of a batch, classes)."""
+
+import torch
+from torch import Tensor, nn
+
+from gredp.models import build
+
+
+class SmallTransformer(nn.Module):
+    """Two encoder layers over 64 tokens, mean-pooled."""
+
+    def __init__(self, width: int = 128, tokens: int = 64, vocabulary: int = 1000, classes: int = 10) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(tokens, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return self.head(self.layers(self.words(ids) + self.places(places)).mean(1))
+
+
+def mlp(width: int = 1024) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
+
+
+IMAGES = {
+    "lenet5": (1, 28, 28),
+    "model3": (3, 32, 32),
+    "resnet20": (3, 32, 32),
+    "alexnet": (3, 32, 32),
+    "resnet18-2conv": (3, 32, 32),
+}
+BATCH = {"lenet5": 500, "mlp": 500}
+NETWORKS = (*IMAGES, "mlp", "transformer")
+
+
+def network(name: str, batch: int | None = None) -> tuple[nn.Module, Tensor]:
+    """A fresh network in training mode and one batch for it."""
+    torch.manual_seed(0)
+    size = batch or BATCH.get(name, 128)
+    if name == "mlp":
+        return mlp(), torch.randn(size, 784)
+    if name == "transformer":
+        return SmallTransformer(), torch.randint(0, 1000, (size, 64))
+    return build(name, IMAGES[name], 10), torch.randn(size, *IMAGES[name])

@@ -1,0 +1,120 @@
+"""Step time and peak memory of every method, of Opacus and of plain PyTorch, as ratios of one run.
+
+Every variant lives in a process of its own; they take turns, one step each, so that whatever else the
+machine does falls on all of them alike; medians are compared.
+
+    python benchmarks/step_time.py --out results/step_time.json [--quick] [--threads 2]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from networks import BATCH, NETWORKS
+from worker import VARIANTS
+
+from gredp.training.record import header, plain_numbers, write
+
+HERE = Path(__file__).parent
+QUICK = (
+    ("lenet5", "model3", "resnet20"),
+    ("plain", "dpsgd", "gredp", "gredp shaped", "opacus hooks", "opacus ghost"),
+)
+
+
+class Worker:
+    """A process that steps when told to; a variant that fails says why and takes no part."""
+
+    def __init__(self, network: str, variant: str, batch: int, threads: int) -> None:
+        self.variant, self.seconds, self.peak, self.error = variant, [], 0, ""
+        command = [sys.executable, str(HERE / "worker.py"), network, variant, str(batch), str(threads)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._answer()
+
+    def _answer(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            lines = self.process.stderr.read().strip().splitlines()
+            self.error = lines[-1] if lines else "ended without a word"
+            return {}
+        return json.loads(line)
+
+    def step(self) -> None:
+        if self.error:
+            return
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        if answer:
+            self.seconds.append(answer["seconds"])
+            self.peak = answer["peak"]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            self.process.wait()
+
+
+def measure(network: str, variants: tuple[str, ...], rounds: int, threads: int, batch: int = 0) -> dict:
+    """Median seconds, peak bytes and their ratios to plain, by variant."""
+    workers = [Worker(network, variant, batch, threads) for variant in variants]
+    for _ in range(rounds):
+        for worker in workers:
+            worker.step()
+    for worker in workers:
+        worker.close()
+    rows = {}
+    for worker in workers:
+        if worker.error or not worker.seconds:
+            rows[worker.variant] = {"error": worker.error}
+            continue
+        rows[worker.variant] = {"seconds": statistics.median(worker.seconds), "peak_bytes": worker.peak}
+    base = rows["plain"]
+    for row in rows.values():
+        if "seconds" in row:
+            row["time_ratio"] = row["seconds"] / base["seconds"]
+            row["memory_ratio"] = row["peak_bytes"] / base["peak_bytes"]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Step time and peak memory, relative to plain PyTorch.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="three networks, under three minutes")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", nargs="*", help="networks")
+    arguments = parser.parse_args()
+    networks, variants = QUICK if arguments.quick else (NETWORKS, VARIANTS)
+    networks = arguments.only or networks
+    rounds = 7 if arguments.quick else arguments.rounds
+    results = {}
+    for network in networks:
+        results[network] = {
+            "batch": BATCH.get(network, 128),
+            "variants": measure(network, variants, rounds, arguments.threads),
+        }
+        shown = {
+            variant: f"{row['time_ratio']:.2f} ({row['memory_ratio']:.2f})"
+            if "seconds" in row
+            else row["error"]
+            for variant, row in results[network]["variants"].items()
+        }
+        print(network, shown, flush=True)
+    command = f"python benchmarks/step_time.py --threads {arguments.threads} --rounds {rounds}"
+    record = header() | {
+        "command": command,
+        "threads": arguments.threads,
+        "rounds": rounds,
+        "networks": results,
+    }
+    write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

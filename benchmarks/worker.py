@@ -1,0 +1,108 @@
+"""One variant of one network in a process of its own: builds it, then steps whenever it is asked to.
+
+python benchmarks/worker.py NETWORK VARIANT BATCH    (driven by step_time.py over standard input)
+"""
+
+import ctypes
+import json
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from networks import network
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gredp
+
+OURS: dict[str, dict[str, Any]] = {
+    "dpsgd": {"method": "dpsgd"},
+    "dpsgd per layer": {"method": "dpsgd", "clipping": "per_layer"},
+    "spectral_dp": {"method": "spectral_dp"},
+    "gredp": {"method": "gredp"},
+    "gredp shaped": {"method": "gredp", "noise": "shaped"},
+}
+VARIANTS = ("plain", *OURS, "opacus hooks", "opacus ghost")
+
+
+def stepper(name: str, variant: str, batch: int | None) -> Callable[[], None]:
+    """A function that performs one whole training step of this variant."""
+    model, x = network(name, batch)
+    y = torch.randint(0, 10, (len(x),))
+    criterion: Any = nn.CrossEntropyLoss()
+    if variant in OURS:
+        model = gredp.fix(model)
+    elif variant.startswith("opacus"):
+        from opacus.validators import ModuleValidator
+
+        model = ModuleValidator.fix(model) if name == "transformer" else model
+    optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    common = {"module": model, "optimizer": optimizer, "data_loader": loader}
+    if variant in OURS:
+        model, optimizer, _ = gredp.PrivacyEngine().make_private(**common, **settings, **OURS[variant])
+    elif variant.startswith("opacus"):
+        from opacus import PrivacyEngine
+
+        mode = variant.split()[1]
+        made = PrivacyEngine().make_private(
+            **common, **settings, criterion=criterion, grad_sample_mode=mode, poisson_sampling=False
+        )
+        model, optimizer = made[:2]
+        criterion = made[2] if mode == "ghost" else criterion
+    set_train(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss: Tensor = (
+            criterion(model(x), y) if variant.startswith("opacus") else F.cross_entropy(model(x), y)
+        )
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def set_train(model: nn.Module) -> None:
+    """Training mode for all but frozen normalisation."""
+    for layer in model.modules():
+        frozen = isinstance(layer, nn.BatchNorm2d) and not layer.weight.requires_grad
+        layer.training = not frozen
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    name, variant, batch, threads = sys.argv[1:5]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(int(threads))
+    if variant.startswith("opacus"):
+        import opacus  # noqa: F401  its import is not part of the step's memory
+    # Large blocks go back to the system when freed, so that the peak is the step's own.
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
+    before = resident()
+    step = stepper(name, variant, int(batch) or None)
+    step()
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        if line.strip() != "step":
+            break
+        start = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - start
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""ResNet-20 for small images with group normalisation, and ResNet-18 for transfer with a frozen backbone."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gredp.errors import GredpError
+
+
+class PlainBlock(nn.Module):
+    """Two 3×3 convolutions around an identity; new channels of the identity are zeros, as in the original."""
+
+    def __init__(self, inputs: int, outputs: int, channels_per_group: int = 8) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(outputs // channels_per_group, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(outputs // channels_per_group, outputs)
+        self.new = outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.norm1(self.conv1(x)))
+        out = self.norm2(self.conv2(out))
+        return F.relu(out + (F.pad(x, (0, 0, 0, 0, 0, self.new)) if self.new else x))
+
+
+def resnet20(
+    input_shape: tuple[int, int, int] = (3, 32, 32),
+    classes: int = 10,
+    widths: tuple[int, ...] = (16, 32, 64),
+) -> nn.Module:
+    """A 3×3 stem, three blocks for each width with an average-pooling by 2 after them, one linear layer."""
+    channels = input_shape[0]
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
+        nn.GroupNorm(widths[0] // 8, widths[0]),
+        nn.ReLU(),
+    ]
+    channels = widths[0]
+    for width in widths:
+        for _ in range(3):
+            layers.append(PlainBlock(channels, width))
+            channels = width
+        layers.append(nn.AvgPool2d(2))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions with batch normalisation; names as in common weight files."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet18(nn.Module):
+    """The standard network of 7×7 stem and four stages of two blocks; small images are scaled up to `size`."""
+
+    def __init__(self, classes: int = 10, size: int = 96) -> None:
+        super().__init__()
+        self.size = size
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        for stage, (inputs, outputs) in enumerate([(64, 64), (64, 128), (128, 256), (256, 512)], 1):
+            first = BasicBlock(inputs, outputs, 1 if stage == 1 else 2)
+            setattr(self, f"layer{stage}", nn.Sequential(first, BasicBlock(outputs, outputs, 1)))
+        self.fc = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.size:
+            x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", antialias=False)
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
+        for stage in range(1, 5):
+            x = getattr(self, f"layer{stage}")(x)
+        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def transfer(model: ResNet18, convolutions: int) -> ResNet18:
+    """Freeze all but the classifier and the last one or two convolutions; normalisation stays in eval mode."""
+    if convolutions not in (1, 2):
+        raise GredpError(f"transfer trains the last 1 or 2 convolutions, not {convolutions}")
+    model.requires_grad_(False)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.eval()
+    last = model.layer4[1]
+    assert isinstance(last, BasicBlock)
+    for part in (last.conv2, *([last.conv1] if convolutions == 2 else []), model.fc):
+        part.requires_grad_(True)
+    return model
+
+
+def resnet18_2conv(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
+    return transfer(ResNet18(classes), 2)
+
+
+def resnet18_1conv(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
+    return transfer(ResNet18(classes), 1)
