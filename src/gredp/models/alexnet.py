@@ -13,9 +13,7 @@ def alexnet(
     """Five times a 3×3 convolution and a max-pooling; then 120, 84 and `classes` units."""
     channels, height, width = input_shape
     if min(height, width) < 32:
-        raise GredpError(
-            f"alexnet halves five times and needs images of at least 32×32, not {height}×{width}"
-        )
+        raise GredpError(f"alexnet needs images of at least 32×32, not {height}×{width}")
     layers: list[nn.Module] = []
     for features in widths:
         layers += [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]

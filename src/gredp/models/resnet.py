@@ -65,7 +65,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """The standard network of 7×7 stem and four stages of two blocks; small images are scaled up to `size`."""
+    """The standard network: 7×7 stem, four stages of two blocks; small images are scaled up to `size`."""
 
     def __init__(self, classes: int = 10, size: int = 96) -> None:
         super().__init__()
@@ -87,17 +87,16 @@ class ResNet18(nn.Module):
 
 
 def transfer(model: ResNet18, convolutions: int) -> ResNet18:
-    """Freeze all but the classifier and the last one or two convolutions; normalisation stays in eval mode."""
+    """Freeze all but the classifier and the last one or two convolutions; BatchNorm stays in eval mode."""
     if convolutions not in (1, 2):
         raise GredpError(f"transfer trains the last 1 or 2 convolutions, not {convolutions}")
     model.requires_grad_(False)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.eval()
-    last = model.layer4[1]
-    assert isinstance(last, BasicBlock)
-    for part in (last.conv2, *([last.conv1] if convolutions == 2 else []), model.fc):
-        part.requires_grad_(True)
+    last = ["layer4.1.conv2", "layer4.1.conv1"][:convolutions]
+    for name in (*last, "fc"):
+        model.get_submodule(name).requires_grad_(True)
     return model
 
 
