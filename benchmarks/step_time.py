@@ -19,10 +19,8 @@ from worker import VARIANTS
 from gredp.training.record import header, plain_numbers, write
 
 HERE = Path(__file__).parent
-QUICK = (
-    ("lenet5", "model3", "resnet20"),
-    ("plain", "dpsgd", "gredp", "gredp shaped", "opacus hooks", "opacus ghost"),
-)
+QUICK_NETWORKS = ("lenet5", "model3", "resnet20")
+QUICK_VARIANTS = ("plain", "dpsgd", "gredp", "gredp shaped", "opacus hooks", "opacus ghost")
 
 
 class Worker:
@@ -90,7 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="*", help="networks")
     arguments = parser.parse_args()
-    networks, variants = QUICK if arguments.quick else (NETWORKS, VARIANTS)
+    networks, variants = (QUICK_NETWORKS, QUICK_VARIANTS) if arguments.quick else (NETWORKS, VARIANTS)
     networks = arguments.only or networks
     rounds = 7 if arguments.quick else arguments.rounds
     results = {}
@@ -99,20 +97,12 @@ def main() -> None:
             "batch": BATCH.get(network, 128),
             "variants": measure(network, variants, rounds, arguments.threads),
         }
-        shown = {
-            variant: f"{row['time_ratio']:.2f} ({row['memory_ratio']:.2f})"
-            if "seconds" in row
-            else row["error"]
-            for variant, row in results[network]["variants"].items()
-        }
-        print(network, shown, flush=True)
+        for variant, row in results[network]["variants"].items():
+            shown = row.get("error") or f"time {row['time_ratio']:.2f}, memory {row['memory_ratio']:.2f}"
+            print(f"{network:16} {variant:16} {shown}", flush=True)
     command = f"python benchmarks/step_time.py --threads {arguments.threads} --rounds {rounds}"
-    record = header() | {
-        "command": command,
-        "threads": arguments.threads,
-        "rounds": rounds,
-        "networks": results,
-    }
+    record = header() | {"command": command, "threads": arguments.threads, "rounds": rounds}
+    record["networks"] = results
     write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
 
 

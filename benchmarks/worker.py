@@ -3,7 +3,6 @@
 python benchmarks/worker.py NETWORK VARIANT BATCH    (driven by step_time.py over standard input)
 """
 
-import ctypes
 import json
 import resource
 import sys
@@ -13,9 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from networks import network
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gredp
@@ -60,10 +58,7 @@ def stepper(name: str, variant: str, batch: int | None) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
-        loss: Tensor = (
-            criterion(model(x), y) if variant.startswith("opacus") else F.cross_entropy(model(x), y)
-        )
-        loss.backward()
+        criterion(model(x), y).backward()
         optimizer.step()
 
     return step
@@ -88,8 +83,6 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     if variant.startswith("opacus"):
         import opacus  # noqa: F401  its import is not part of the step's memory
-    # Large blocks go back to the system when freed, so that the peak is the step's own.
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)
     before = resident()
     step = stepper(name, variant, int(batch) or None)
     step()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.spectrum import fft, grid_energy, ifft
+from gredp.spectrum import fft, grid_energy, ifft, mirror, real_basis
 
 #: elements that are worked on at once where gradients are materialised: what a core's cache holds
 CHUNK = 1 << 20
@@ -85,7 +85,6 @@ class Dense(PerSampleGradient):
 
     values: Tensor  # [b, *shape]
     grid_axes: int = 1
-    squares: Tensor | None = None  # [b], the squared norms where they are known already
 
     @property
     def batch(self) -> int:
@@ -95,8 +94,6 @@ class Dense(PerSampleGradient):
         return self.values
 
     def squared_norm(self) -> Tensor:
-        if self.squares is not None:
-            return self.squares.double()
         return self.values.reshape(self.batch, math.prod(self.values.shape[1:])).square().sum(1).double()
 
 
@@ -215,6 +212,43 @@ class Lookup(PerSampleGradient):
 
 
 @dataclass(frozen=True)
+class Kernels(PerSampleGradient):
+    """A convolution's kernels, materialised, in the layout in which they are quickest to make and to use."""
+
+    values: Tensor  # [b, group, c, k, o]: channels in, kernel offsets, channels out of each group
+    shape: tuple[int, ...]
+    squares: Tensor | None = None  # [b], the squared norms where they are known already
+
+    @property
+    def grid_axes(self) -> int:  # type: ignore[override]
+        return len(self.shape) - 2
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[0]
+
+    def dense(self) -> Tensor:
+        return self.values.permute(0, 1, 4, 2, 3).reshape(self.batch, *self.shape)
+
+    def squared_norm(self) -> Tensor:
+        return self.squares.double() if self.squares is not None else _squares(self.values)
+
+    def grid_energy(self) -> Tensor:
+        b, groups, channels, size, outputs = self.values.shape
+        grid = self.shape[2:]
+        if size > 64 or not b:
+            return grid_energy(self.dense(), self.grid_axes)
+        # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
+        waves = real_basis(grid).to(self.values).t() @ self.values.view(-1, size, outputs)
+        energy = waves.square().view(b, groups * channels, size, outputs).sum((1, 3), dtype=torch.float64)
+        return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        total = (factors @ self.values.flatten(1)).view(self.values.shape[1:])
+        return total.permute(0, 3, 1, 2).reshape(self.shape)
+
+
+@dataclass(frozen=True)
 class Correlation(PerSampleGradient):
     """A convolution of any dimension: the padded input correlated with the output gradient.
 
@@ -256,20 +290,20 @@ class Correlation(PerSampleGradient):
 
     def settled(self) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
-        size = math.prod(self.shape)
-        if self.batch * size > KEPT or _prefer_gram(self._geometry()):
+        if self.batch * math.prod(self.shape) > KEPT or _prefer_gram(self._geometry()):
             return self
-        values = self.x.new_empty(self.batch, *self.shape)
+        return self._materialised()
+
+    def _materialised(self) -> "Kernels":
+        size, channels, outputs, _, _ = self._geometry()
+        values = self.x.new_empty(self.batch, self.groups, channels, size, outputs)
         squares = self.x.new_empty(self.batch)
         for part, kernels in self._kernels(values):
-            squares[part] = kernels.flatten(1).square().sum(1)
-        return Dense(values, self.grid_axes, squares)
+            torch.sum(kernels.flatten(1).square(), 1, out=squares[part])
+        return Kernels(values, self.shape, squares)
 
     def dense(self) -> Tensor:
-        values = self.x.new_empty(self.batch, *self.shape)
-        for _ in self._kernels(values):
-            pass
-        return values
+        return self._materialised().dense()
 
     def squared_norm(self) -> Tensor:
         if self.batch and _prefer_gram(self._geometry()):
@@ -278,7 +312,7 @@ class Correlation(PerSampleGradient):
         return torch.cat(parts).double() if parts else self.x.new_zeros(0, dtype=torch.float64)
 
     def grid_energy(self) -> Tensor:
-        parts = [grid_energy(kernels, self.grid_axes) for _, kernels in self._kernels()]
+        parts = [Kernels(kernels, self.shape).grid_energy() for _, kernels in self._kernels()]
         return torch.cat(parts) if parts else self.x.new_zeros(0, *self.kernel, dtype=torch.float64)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -308,30 +342,44 @@ class Correlation(PerSampleGradient):
         return math.prod(self.kernel), self.shape[1], outputs, math.prod(self.padded_grid), positions
 
     def _kernels(self, values: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of the batch with their kernels `[part, *shape]`, written into `values` if given.
+        """Slices of the batch with their kernels, laid out as in `Kernels`, written into `values` if given.
 
-        One batched product of the output gradient with unfolded windows, over few enough records to
-        stay in cache: the windows are then cheaper to copy than to gather offset by offset.
+        One batched product of unfolded windows with the output gradient, over few enough records to
+        stay in cache: there the windows are cheap to copy. The product is taken in this order because
+        there are more windows than outputs, which matrix libraries like better.
         """
         size, channels, outputs, _, positions = self._geometry()
-        width = channels * size
-        step = max(1, CHUNK // max(1, width * positions * self.groups))
-        step = min(step, max(self.batch, 1))
-        out = self.gradient.shape[2:]
-        x, lead = self.padded, self.padded.stride()[:2]
-        inner = self.padded.stride()[2:]
-        hops = [[s * n for s, n in zip(inner, by)] for by in (self.dilation, self.stride)]
-        strides = (*lead, *hops[0], *hops[1])
-        buffer = x.new_empty(step, x.shape[1], *self.kernel, *out)
+        width, out = channels * size, self.gradient.shape[2:]
+        step = max(1, min(CHUNK // max(1, width * positions * self.groups), self.batch))
+        buffer = self.x.new_empty(step, self.x.shape[1], *self.kernel, *out)
+        for part, x in self._padded_parts(step):
+            count, (lead, inner) = len(x), (x.stride()[:2], x.stride()[2:])
+            hops = [s * n for by in (self.dilation, self.stride) for s, n in zip(inner, by)]
+            windows = x.as_strided((count, *buffer.shape[1:]), (*lead, *hops), x.storage_offset())
+            left = buffer[:count].copy_(windows).view(count * self.groups, width, positions)
+            right = self.gradient[part].reshape(count * self.groups, outputs, positions)
+            target = None if values is None else values[part].view(count * self.groups, width, outputs)
+            product = torch.bmm(left, right.transpose(1, 2), out=target)
+            yield part, product.view(count, self.groups, channels, size, outputs)
+
+    def _padded_parts(self, step: int) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of `step` records with their padded inputs, valid until the next one is asked for.
+
+        Zeros are written once into one small buffer: a padded copy of the whole batch would cost more in
+        fresh memory than the products that read it.
+        """
+        zeros = any(self.pads) and self.mode == "constant" and min(self.pads) >= 0
+        if zeros:
+            buffer = self.x.new_zeros(step, self.x.shape[1], *self.padded_grid)
+            inside = tuple(slice(p, p + n) for p, n in zip(self.pads[-2::-2], self.x.shape[2:]))
         for start in range(0, self.batch, step):
             part = slice(start, min(start + step, self.batch))
-            count = part.stop - part.start
-            windows = x.as_strided((count, *buffer.shape[1:]), strides, x.storage_offset() + start * lead[0])
-            right = buffer[:count].copy_(windows).view(count * self.groups, width, positions)
-            left = self.gradient[part].reshape(count * self.groups, outputs, positions)
-            target = None if values is None else values[part].view(count * self.groups, outputs, width)
-            product = torch.bmm(left, right.transpose(1, 2), out=target)
-            yield part, product.view(count, *self.shape)
+            if zeros:
+                padded = buffer[: part.stop - part.start]
+                padded[(slice(None), slice(None), *inside)] = self.x[part]
+            else:
+                padded = replace(self, x=self.x[part]).padded
+            yield part, padded
 
     def _gram_norm(self) -> Tensor:
         """Σ over positions t, s of ⟨g_t, g_s⟩⟨window_t, window_s⟩, the windows' part from one Gram matrix.
@@ -344,9 +392,9 @@ class Correlation(PerSampleGradient):
         out = self.gradient.shape[2:]
         step = max(1, CHUNK // (area * area * self.groups))
         norms = []
-        for start in range(0, self.batch, step):
-            x, x_size = _unit(self.padded[start : start + step].reshape(-1, channels, area))
-            g, g_size = _unit(self.gradient[start : start + step].reshape(-1, outputs, positions))
+        for part, padded in self._padded_parts(step):
+            x, x_size = _unit(padded.reshape(-1, channels, area))
+            g, g_size = _unit(self.gradient[part].reshape(-1, outputs, positions))
             gram = (x.transpose(1, 2) @ x).view(-1, *self.padded_grid, *self.padded_grid)
             windows = x.new_zeros(len(x), *out, *out)
             for offset in product(*[range(k) for k in self.kernel]):
