@@ -7,7 +7,7 @@ from gredp.data import load
 from gredp.gradient.clip import energies
 from gredp.gradient.shaping import LearnedShape, relative_noise_energy
 from gredp.mechanisms import Shaping
-from gredp.models import model3
+from gredp.models.model3 import model3
 from gredp.privacy.certificate import Block
 from gredp.spectrum import BlockView, frequency_groups
 from worlds import make_private

@@ -1,6 +1,7 @@
 """From the words a user writes (method, noise, claim, options) to a mechanism."""
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError
@@ -52,7 +53,8 @@ def mechanism(
         return _build(SpectralDP, method, options)
     if noise == "shaped":
         fields = {key: options.pop(key) for key in Shaping.__dataclass_fields__ if key in options}
-        return _build(ShapedGReDP, "gredp with shaped noise", {**options, "shaping": Shaping(**fields)})
+        shaping = replace(options.pop("shaping", Shaping()), **fields)
+        return _build(ShapedGReDP, "gredp with shaped noise", {**options, "shaping": shaping})
     options.setdefault("noise_parts", NOISE_PARTS[noise])
     return _build(GReDP, method, options)
 

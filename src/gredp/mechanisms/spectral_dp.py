@@ -26,6 +26,8 @@ class SpectralDP(Mechanism):
     def __post_init__(self) -> None:
         if not 0 < self.filter_ratio <= 1:
             raise GredpError(f"the filter ratio must be above 0 and at most 1, not {self.filter_ratio}")
+        if self.grid not in ("kernel", "padded"):
+            raise GredpError(f"unknown grid {self.grid!r}: kernel or padded")
 
     @property
     def transform(self) -> Transform:

@@ -62,7 +62,7 @@ def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accounta
     rdp = _rdp_epsilon(spent, delta)
     # Both are upper bounds on the same quantity, so the smaller one is proven as well. It also
     # catches a loss distribution whose truncated tails alone exceed a very small δ.
-    return rdp if accountant == "rdp" else min(rdp, _pld_epsilon(spent, delta, rdp))
+    return rdp if accountant == "rdp" or rdp == 0 else min(rdp, _pld_epsilon(spent, delta, rdp))
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -102,7 +102,7 @@ def _pld_epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, scal
     # The rounding of losses is pessimistic at any width, so the width is a matter of cost alone:
     # relative to ε (in powers of two, so that neighbouring calls share it) it keeps the work bounded
     # for a huge ε and the bound tight for a tiny one.
-    width = 2.0 ** math.floor(math.log2(min(max(scale * 1e-4, 1e-7), 1e-2)))
+    width = 2.0 ** math.floor(math.log2(max(scale * 1e-4, 1e-7)))
     with _quiet():
         return float(
             _compose(pld.PLDAccountant(value_discretization_interval=width), spent).get_epsilon(delta)
@@ -143,6 +143,6 @@ class Accountant:
 
 def round_up(value: float, digits: int = 4) -> float:
     """For print: an ε is never shown smaller than it is."""
-    if not math.isfinite(value):
+    if not abs(value) < 1e15:  # beyond it, and at infinity, there are no such digits to round
         return value
     return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING))

@@ -101,7 +101,5 @@ class Certificate:
     @property
     def noise_multiplier(self) -> float:
         """The z that the accountant is given."""
-        mu_squared = math.fsum(r.sensitivity**2 for r in self.releases)
-        if mu_squared == 0:
-            return math.inf
-        return 0.0 if math.isinf(mu_squared) else 1 / math.sqrt(mu_squared)
+        mu = math.hypot(*(release.sensitivity for release in self.releases))
+        return math.inf if mu == 0 else 1 / mu  # NaN stays NaN, and no ledger takes it

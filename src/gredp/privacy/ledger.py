@@ -26,7 +26,10 @@ class Entry:
             raise GredpError(f"the noise multiplier must be 0 or more, not {self.noise_multiplier}")
         if not 0 < self.sample_rate <= 1:
             raise GredpError(f"the sampling rate must be above 0 and at most 1, not {self.sample_rate}")
-        if self.steps < 0 or self.steps != int(self.steps):
+        claim = self.claimed_multiplier
+        if claim is not None and not claim >= 0:
+            raise GredpError(f"the claimed multiplier must be 0 or more, not {claim}")
+        if not (self.steps >= 0 and math.isfinite(self.steps) and self.steps == int(self.steps)):
             raise GredpError(f"the number of steps must be a whole number, not {self.steps}")
 
 
