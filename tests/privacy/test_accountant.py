@@ -326,3 +326,13 @@ def test_round_up_leaves_exact_values_alone(value):
 
 def test_round_up_passes_nan_on():
     assert math.isnan(round_up(math.nan))
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_absurdly_little_noise_gives_an_absurd_epsilon_and_no_error(rate, accountant):
+    # μ²/2 is the mean loss of the unsampled mechanism; no bound may lie below it at rate 1
+    for z in (1e-6, 1e-9, 1e-13, 1e-18, 1e-200):
+        got = spent(z, rate, 3, 1e-5, accountant)
+        assert got >= (math.inf if z < 1e-150 else 3 / z**2 / 2)
+    assert spent(1e200, rate, 3, 1e-5, accountant) <= 1e-3

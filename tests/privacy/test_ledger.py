@@ -148,3 +148,11 @@ def test_a_bad_row_of_a_file_is_refused(row):
     assert Ledger.from_json(rows).steps == 1
     with pytest.raises(GredpError):
         Ledger.from_json([*rows, {**rows[0], **row}])
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"sigma": 1.0}], [{"noise_multiplier": "1", "sample_rate": 1, "steps": 1}]]
+)
+def test_what_is_no_ledger_is_refused(rows):
+    with pytest.raises(GredpError, match="not a ledger"):
+        Ledger.from_json(rows)

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from gredp.errors import GredpError
 from gredp.privacy.certificate import Block, Certificate, Release, real_part_variances
@@ -133,6 +133,8 @@ def clip_groups(
     | per_layer, a list c | one each of radius c_l | σ‖c‖ | σ |
     | layer_wise (Algorithm 2 of the paper) | L of radius c | σc | σ/√L |
     """
+    if clipping not in get_args(Clipping):
+        raise GredpError(f"unknown clipping {clipping!r}: choose one of {', '.join(get_args(Clipping))}")
     norms = [clip_norm] if isinstance(clip_norm, int | float) else list(clip_norm)
     for norm in norms:
         if not (norm > 0 and math.isfinite(norm)):

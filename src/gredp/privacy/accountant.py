@@ -23,6 +23,8 @@ from gredp.privacy.ledger import Entry, Ledger
 
 AccountantName = Literal["pld", "rdp"]
 
+#: sensitivity in noise deviations beyond which ε is bounded by μ²/2 + μ√(2 ln 1/δ) alone
+LARGEST_MU = 1e5
 ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 96, 128, 192, 256, 384, 512, 1024)
 
 
@@ -41,7 +43,7 @@ def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName =
     check_delta(delta)
     check_accountant(accountant)
     spent = tuple(
-        (e.noise_multiplier, e.sample_rate, e.steps)
+        (min(e.noise_multiplier, 1e100), e.sample_rate, e.steps)  # less noise than there was: safe
         for e in entries
         if e.steps and not math.isinf(e.noise_multiplier)
     )
@@ -57,8 +59,12 @@ def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName =
 
 @lru_cache(maxsize=4096)
 def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
+    mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
+    if mu > LARGEST_MU:
+        # Sampling only helps, and so does the exact profile; neither has digits to show this far out.
+        return mu * (mu / 2 + math.sqrt(2 * math.log(1 / delta))) if mu < 1e150 else math.inf
     if accountant == "pld" and all(q == 1 for _, q, _ in spent):
-        return _gaussian_epsilon(math.sqrt(math.fsum(n / z**2 for z, _, n in spent)), delta)
+        return _gaussian_epsilon(mu, delta)
     rdp = _rdp_epsilon(spent, delta)
     # Both are upper bounds on the same quantity, so the smaller one is proven as well. It also
     # catches a loss distribution whose truncated tails alone exceed a very small δ.

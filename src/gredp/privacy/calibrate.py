@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from gredp.errors import GredpError
-from gredp.privacy.accountant import AccountantName, check_delta, epsilon
+from gredp.privacy.accountant import AccountantName, check_accountant, check_delta, epsilon
 from gredp.privacy.ledger import Entry
 
 SMALLEST, LARGEST = 1e-2, 1e6
@@ -30,6 +30,7 @@ def calibrate(
     if not target_epsilon > 0 or math.isinf(target_epsilon):
         raise GredpError(f"the target epsilon must be a positive number, not {target_epsilon}")
     check_delta(delta)
+    check_accountant(accountant)
     Entry(1.0, sample_rate, steps)  # refuses a wrong rate or count before the search
 
     def search(name: AccountantName, start: float) -> float | None:

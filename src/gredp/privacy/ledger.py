@@ -62,4 +62,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, rows: list[dict[str, Any]]) -> "Ledger":
-        return cls(tuple(Entry(**row) for row in rows))
+        try:
+            return cls(tuple(Entry(**row) for row in rows))
+        except TypeError as error:
+            raise GredpError(f"this is not a ledger: {error}") from None

@@ -22,6 +22,8 @@ def theorem3_sigma(claimed_epsilon: float, delta: float) -> float:
 
 def theorem3_epsilon(sigma: float, delta: float) -> float:
     """Theorem 3 read the other way: the ε it claims for one release at σ."""
+    if not sigma > 0:
+        raise GredpError(f"Theorem 3 needs a sigma above 0, not {sigma}")
     return theorem3_sigma(sigma, delta)
 
 
