@@ -92,7 +92,7 @@ class PrivacyEngine:
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         expected = _expected_batch_size(data_loader, sampler)
-        capture = Capture(module, loss_reduction, settle=chosen.transform != "padded")
+        capture = Capture(module, loss_reduction, chosen.needs)
         try:
             blocks = _blocks(chosen, capture, loader)
             norms: Any = list(max_grad_norm) if isinstance(max_grad_norm, Sequence) else max_grad_norm

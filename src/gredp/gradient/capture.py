@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from gredp.errors import GredpError
 from gredp.gradient.per_sample import Correlation, PerSampleGradient, PerSampleSpectra, add
 from gredp.gradient.rules import Call, Rule, full_precision, generic, grid_axes, rule_for
+from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block
 
 
@@ -69,11 +70,16 @@ class _Anchor(torch.autograd.Function):
 class Capture:
     """Hooks on one model. `take` hands over what the last backward brought, once."""
 
-    def __init__(self, module: nn.Module, loss_reduction: str = "mean", settle: bool = True) -> None:
-        """`settle` lets layers keep less than their inputs; the padded grid needs these."""
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_reduction: str = "mean",
+        needs: Needs = "norms",
+    ) -> None:
+        """`needs` is what the step will ask of a layer, by which it chooses what to keep until then."""
         self.module = module
         self.loss_reduction = loss_reduction
-        self.settle = settle
+        self.needs = needs
         self.units = find_units(module)
         self._by_layer = {unit.layer: unit for unit in self.units}
         self._pending: dict[str, PerSampleGradient] = {}
@@ -238,7 +244,9 @@ class Capture:
         if unit.rule is not None:
             with torch.no_grad():
                 gradients = unit.rule(unit.layer, x, g)
-                return {n: v.settled() for n, v in gradients.items()} if self.settle else gradients
+                if self.needs == "inputs":
+                    return gradients
+                return {n: v.settled(self.needs == "spectra") for n, v in gradients.items()}
         self._paused = True  # the generic rule runs the layer again; these runs are not the user's
         try:
             return generic(unit.layer, list(unit.parameters), x, g, call)

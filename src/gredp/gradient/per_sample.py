@@ -48,8 +48,11 @@ class PerSampleGradient(ABC):
         values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
         return next(v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
-    def settled(self) -> "PerSampleGradient":
-        """The form in which to keep it until the step: itself, or something smaller."""
+    def settled(self, spectral: bool) -> "PerSampleGradient":
+        """The form in which to keep it until the step: itself, or something smaller.
+
+        `spectral` says that energies by frequency will be asked for, not norms alone.
+        """
         return self
 
     def squared_norm(self) -> Tensor:
@@ -215,9 +218,11 @@ class Lookup(PerSampleGradient):
 class Kernels(PerSampleGradient):
     """A convolution's kernels, materialised, in the layout in which they are quickest to make and to use."""
 
-    values: Tensor  # [b, group, c, k, o]: channels in, kernel offsets, channels out of each group
+    values: Tensor  # [b, group, k, c, o]: kernel offsets, channels in and out of each group
     shape: tuple[int, ...]
-    squares: Tensor | None = None  # [b], the squared norms where they are known already
+    # What is asked of them first, taken while they were in cache:
+    squares: Tensor | None = None  # [b], squared norms
+    energies: Tensor | None = None  # [b, *grid]
 
     @property
     def grid_axes(self) -> int:  # type: ignore[override]
@@ -228,24 +233,27 @@ class Kernels(PerSampleGradient):
         return self.values.shape[0]
 
     def dense(self) -> Tensor:
-        return self.values.permute(0, 1, 4, 2, 3).reshape(self.batch, *self.shape)
+        return self.values.permute(0, 1, 4, 3, 2).reshape(self.batch, *self.shape)
 
     def squared_norm(self) -> Tensor:
-        return self.squares.double() if self.squares is not None else _squares(self.values)
+        return _squares(self.values) if self.squares is None else self.squares.double()
 
     def grid_energy(self) -> Tensor:
-        b, groups, channels, size, outputs = self.values.shape
+        if self.energies is not None:
+            return self.energies
         grid = self.shape[2:]
+        b, groups, size, *channels = self.values.shape
         if size > 64 or not b:
             return grid_energy(self.dense(), self.grid_axes)
         # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
-        waves = real_basis(grid).to(self.values).t() @ self.values.view(-1, size, outputs)
-        energy = waves.square().view(b, groups * channels, size, outputs).sum((1, 3), dtype=torch.float64)
+        basis = real_basis(grid).to(self.values).t().expand(b * groups, size, size)
+        waves = torch.bmm(basis, self.values.view(b * groups, size, math.prod(channels)))
+        energy = waves.square_().sum(2).view(b, groups, size).sum(1, dtype=torch.float64)
         return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         total = (factors @ self.values.flatten(1)).view(self.values.shape[1:])
-        return total.permute(0, 3, 1, 2).reshape(self.shape)
+        return total.permute(0, 3, 2, 1).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -288,18 +296,25 @@ class Correlation(PerSampleGradient):
     def padded(self) -> Tensor:
         return F.pad(self.x, self.pads, mode=self.mode) if any(self.pads) else self.x.contiguous()
 
-    def settled(self) -> PerSampleGradient:
+    def settled(self, spectral: bool) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
-        if self.batch * math.prod(self.shape) > KEPT or _prefer_gram(self._geometry()):
+        fit = self.batch * math.prod(self.shape) <= KEPT
+        if not fit or (not spectral and _prefer_gram(self._geometry())):
             return self
-        return self._materialised()
+        return self._materialised(spectral)
 
-    def _materialised(self) -> "Kernels":
+    def _materialised(self, spectral: bool = False) -> "Kernels":
         size, channels, outputs, _, _ = self._geometry()
-        values = self.x.new_empty(self.batch, self.groups, channels, size, outputs)
-        squares = self.x.new_empty(self.batch)
+        values = self.x.new_empty(self.batch, self.groups, size, channels, outputs)
+        squares, energies = self.x.new_empty(self.batch), []
         for part, kernels in self._kernels(values):
-            torch.sum(kernels.flatten(1).square(), 1, out=squares[part])
+            if spectral:
+                energies.append(Kernels(kernels, self.shape).grid_energy())
+            else:
+                torch.sum(kernels.flatten(1).square(), 1, out=squares[part])
+        if spectral and energies:
+            energy = torch.cat(energies)
+            return Kernels(values, self.shape, energy.flatten(1).sum(1), energy)
         return Kernels(values, self.shape, squares)
 
     def dense(self) -> Tensor:
@@ -350,17 +365,19 @@ class Correlation(PerSampleGradient):
         """
         size, channels, outputs, _, positions = self._geometry()
         width, out = channels * size, self.gradient.shape[2:]
-        step = max(1, min(CHUNK // max(1, width * positions * self.groups), self.batch))
-        buffer = self.x.new_empty(step, self.x.shape[1], *self.kernel, *out)
+        chunk = CHUNK * torch.get_num_threads()  # each has a cache of its own
+        step = max(1, min(chunk // max(1, width * positions * self.groups), self.batch))
+        buffer = self.x.new_empty(step, self.groups, *self.kernel, channels, *out)
         for part, x in self._padded_parts(step):
-            count, (lead, inner) = len(x), (x.stride()[:2], x.stride()[2:])
-            hops = [s * n for by in (self.dilation, self.stride) for s, n in zip(inner, by)]
-            windows = x.as_strided((count, *buffer.shape[1:]), (*lead, *hops), x.storage_offset())
+            count, (record, channel, *inner) = len(x), x.stride()
+            offsets, places = ([s * n for s, n in zip(inner, by)] for by in (self.dilation, self.stride))
+            strides = (record, channels * channel, *offsets, channel, *places)
+            windows = x.as_strided((count, *buffer.shape[1:]), strides, x.storage_offset())
             left = buffer[:count].copy_(windows).view(count * self.groups, width, positions)
             right = self.gradient[part].reshape(count * self.groups, outputs, positions)
             target = None if values is None else values[part].view(count * self.groups, width, outputs)
             product = torch.bmm(left, right.transpose(1, 2), out=target)
-            yield part, product.view(count, self.groups, channels, size, outputs)
+            yield part, product.view(count, self.groups, size, channels, outputs)
 
     def _padded_parts(self, step: int) -> Iterator[tuple[slice, Tensor]]:
         """Slices of `step` records with their padded inputs, valid until the next one is asked for.

@@ -58,19 +58,25 @@ def embedding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Gradients:
 
 
 def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Gradients:
-    return _channelwise(F.group_norm(x, layer.num_groups, eps=layer.eps), g)
+    return _grouped(layer.num_groups, layer.eps, x, g)
 
 
-def instance_norm(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
-    if x.shape[0] == 0:  # F.instance_norm refuses an empty batch
-        return _channelwise(x, g)
-    return _channelwise(F.instance_norm(x, eps=layer.eps), g)  # type: ignore[arg-type]
+def instance_norm(layer: nn.InstanceNorm2d, x: Tensor, g: Tensor) -> Gradients:
+    return _grouped(x.shape[1], layer.eps, x, g)
 
 
-def _channelwise(normal: Tensor, g: Tensor) -> Gradients:
-    positions = (*g.shape[:2], math.prod(g.shape[2:]))  # [b, c, t]; one position for [b, c] inputs
-    weight, bias = (m.reshape(positions).sum(2) for m in (normal * g, g))
-    return {"weight": Dense(weight), "bias": Dense(bias)}
+def _grouped(groups: int, eps: float, x: Tensor, g: Tensor) -> Gradients:
+    """All records as the channels of one: torch's own kernels then keep their sums apart."""
+    b, c, t = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    if b == 0:
+        return {name: Dense(g.new_zeros(0, c)) for name in ("weight", "bias")}
+    x, g = x.reshape(1, b * c, t), g.reshape(1, b * c, t)
+    sizes = (1, b * c, t, b * groups)
+    _, mean, scale = torch.ops.aten.native_group_norm(x, None, None, *sizes, eps)
+    _, weight, bias = torch.ops.aten.native_group_norm_backward(
+        g, x, mean, scale, x.new_ones(b * c), *sizes, [False, True, True]
+    )
+    return {"weight": Dense(weight.view(b, c)), "bias": Dense(bias.view(b, c))}
 
 
 def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Gradients:
@@ -108,9 +114,9 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.GroupNorm: group_norm,  # type: ignore[dict-item]
     nn.LayerNorm: layer_norm,  # type: ignore[dict-item]
     nn.RMSNorm: rms_norm,  # type: ignore[dict-item]
-    nn.InstanceNorm1d: instance_norm,
-    nn.InstanceNorm2d: instance_norm,
-    nn.InstanceNorm3d: instance_norm,
+    nn.InstanceNorm1d: instance_norm,  # type: ignore[dict-item]
+    nn.InstanceNorm2d: instance_norm,  # type: ignore[dict-item]
+    nn.InstanceNorm3d: instance_norm,  # type: ignore[dict-item]
 }
 
 

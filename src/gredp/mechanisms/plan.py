@@ -14,6 +14,7 @@ from gredp.errors import GredpError
 from gredp.privacy.certificate import Block, Certificate, Release, real_part_variances
 
 Transform = Literal["none", "kernel", "padded"]
+Needs = Literal["norms", "spectra", "inputs"]
 Clipping = Literal["flat", "per_layer", "layer_wise", "automatic"]
 
 
@@ -112,6 +113,11 @@ class Mechanism(ABC):
     @property
     def transform(self) -> Transform:
         return "none"
+
+    @property
+    def needs(self) -> Needs:
+        """What the clip asks of a layer: norms, energies by frequency, or all there is for a padded grid."""
+        return "inputs" if self.transform == "padded" else "norms"
 
     def unit_multiplier(
         self, blocks: Sequence[Block], clip_norm: float | Sequence[float], expected_batch_size: float

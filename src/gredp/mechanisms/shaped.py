@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gredp.errors import GredpError
-from gredp.mechanisms.plan import Clipping, Mechanism, Shaping, StepPlan, Transform, clip_groups
+from gredp.mechanisms.plan import Clipping, Mechanism, Needs, Shaping, StepPlan, Transform, clip_groups
 from gredp.privacy.certificate import Block
 
 
@@ -33,6 +33,10 @@ class ShapedGReDP(Mechanism):
     @property
     def transform(self) -> Transform:
         return "kernel"
+
+    @property
+    def needs(self) -> Needs:
+        return "inputs" if self.transform == "padded" else "spectra"
 
     def plan(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gredp.errors import GredpError
-from gredp.mechanisms.plan import Clipping, Mechanism, StepPlan, Transform, clip_groups
+from gredp.mechanisms.plan import Clipping, Mechanism, Needs, StepPlan, Transform, clip_groups
 from gredp.privacy.certificate import Block
 
 
@@ -32,6 +32,10 @@ class SpectralDP(Mechanism):
     @property
     def transform(self) -> Transform:
         return self.grid
+
+    @property
+    def needs(self) -> Needs:
+        return "inputs" if self.transform == "padded" else "spectra"
 
     def plan(
         self,
