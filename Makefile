@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all check format clean
+.PHONY: train test test-all check format bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/gredp train
@@ -21,6 +21,15 @@ check: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# A record and the page made from it; BENCH=--quick takes under three minutes and leaves both alone.
+bench: $(VENV)/.ready
+ifeq ($(BENCH),--quick)
+	$(BIN)/python benchmarks/step_time.py --quick --out runs/step_time.json
+else
+	$(BIN)/python benchmarks/step_time.py --out results/step_time.json
+	$(BIN)/python benchmarks/page.py
+endif
 
 # torch first and by its exact version: any looser request can pull gigabytes of GPU libraries.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -84,3 +84,7 @@ def test_examples_run(capsys):
     for path in sorted((ROOT / "examples").glob("*.py")):
         runpy.run_path(str(path), run_name="__main__")
         assert "proven ε" in capsys.readouterr().out
+
+
+def test_pages_made_from_records_are_current():
+    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "page.py"), "--check"], check=True)

@@ -1,0 +1,44 @@
+"""The Gram path of a convolution's norm: chosen where it pays, and never short where its sum cancels."""
+
+import pytest
+import torch
+
+from gredp.gradient.per_sample import Correlation, _prefer_gram
+
+GEOMETRY = ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))
+
+
+def cancelling(records: int, channels: int, outputs: int, size: int, left: float) -> Correlation:
+    """Inputs nearly constant over positions against output gradients that nearly sum to zero there."""
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(records, channels, 1, 1, generator=generator).expand(-1, -1, size, size)
+    x = x + left * torch.randn(records, channels, size, size, generator=generator)
+    sign = torch.ones(size, size)
+    sign[:, ::2] = -1
+    g = torch.randn(records, outputs, 1, 1, generator=generator) * sign
+    g = g + left * torch.randn(records, outputs, size, size, generator=generator)
+    return Correlation(x * 1e4, g * 1e-3, *GEOMETRY)
+
+
+def exact(correlation: Correlation) -> torch.Tensor:
+    double = Correlation(correlation.x.double(), correlation.gradient.double(), *GEOMETRY)
+    return double.dense().flatten(1).square().sum(1)
+
+
+@pytest.mark.parametrize("left", [1.0, 1e-2, 1e-4, 0.0])
+@pytest.mark.parametrize(("channels", "outputs", "size"), [(128, 128, 8), (64, 256, 4), (512, 512, 2)])
+def test_norm_is_not_short_where_the_sum_cancels(channels, outputs, size, left):
+    """A norm that comes out too small lets a record pass the clip; too large by a little is harmless."""
+    correlation = cancelling(6, channels, outputs, size, left)
+    found, truth = correlation._gram_norm(), exact(correlation)
+    assert (found >= truth * (1 - 2e-6)).all()
+    if left == 1.0:  # an ordinary record is not clipped noticeably harder
+        assert (found <= truth * (1 + 1e-4)).all()
+
+
+def test_small_maps_with_large_kernels_take_the_gram_path():
+    """(kernel, channels in, out, padded positions, positions)"""
+    assert _prefer_gram((9, 128, 128, 100, 64))
+    assert _prefer_gram((9, 512, 512, 25, 9))
+    assert not _prefer_gram((9, 32, 32, 34 * 34, 32 * 32))
+    assert not _prefer_gram((25, 1, 6, 32 * 32, 28 * 28))
