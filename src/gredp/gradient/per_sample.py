@@ -299,7 +299,7 @@ class Correlation(PerSampleGradient):
     def settled(self, spectral: bool) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
         fit = self.batch * math.prod(self.shape) <= KEPT
-        if not fit or (not spectral and _prefer_gram(self._geometry())):
+        if not fit or _prefer_gram(self._geometry(), spectral):
             return self
         return self._materialised(spectral)
 
@@ -327,6 +327,8 @@ class Correlation(PerSampleGradient):
         return torch.cat(parts).double() if parts else self.x.new_zeros(0, dtype=torch.float64)
 
     def grid_energy(self) -> Tensor:
+        if self.batch and _prefer_gram(self._geometry(), True):
+            return self._gram_energy()
         parts = [Kernels(kernels, self.shape).grid_energy() for _, kernels in self._kernels()]
         return torch.cat(parts) if parts else self.x.new_zeros(0, *self.kernel, dtype=torch.float64)
 
@@ -399,32 +401,64 @@ class Correlation(PerSampleGradient):
             yield part, padded
 
     def _gram_norm(self) -> Tensor:
-        """Σ over positions t, s of ⟨g_t, g_s⟩⟨window_t, window_s⟩, the windows' part from one Gram matrix.
+        """Σ over positions t, s of ⟨g_t, g_s⟩⟨window_t, window_s⟩, the windows' part from one Gram matrix."""
+        kernels = list(product(*[range(k) for k in self.kernel]))
+        return torch.cat([bound[:, 0] for bound in self._gram_bounds([[(k, k) for k in kernels]])])
 
-        Both factors are brought to size one first, or the square of a small one could vanish. The sum
-        cancels, so its rounding error, a small multiple of the two matrices' norms, is added: the result
-        is never below the true norm, and above it by some millionths.
+    def _gram_energy(self) -> Tensor:
+        """`[b, *grid]`: the same for each coefficient of the kernel's spectrum.
+
+        |Σ_δ κ_δ e^(−ikδ)|² depends on pairs of offsets through their difference alone, and a difference
+        and its negative give the same sum.
+        """
+        offsets = list(product(*[range(k) for k in self.kernel]))
+        pairs: dict[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        for first, second in product(offsets, offsets):
+            difference = tuple(i - j for i, j in zip(first, second))
+            if difference >= (0,) * len(difference):
+                pairs.setdefault(difference, []).append((first, second))
+        sums = torch.cat(list(self._gram_bounds(list(pairs.values()))))  # [b, differences]
+        waves = torch.zeros(len(pairs), *self.kernel, dtype=torch.float64, device=sums.device)
+        for row, difference in enumerate(pairs):
+            # A unit at the difference, and one at its negative, have the cosine wave as their spectrum.
+            for signed in {difference, tuple(-d for d in difference)}:
+                waves[(row, *[d % n for d, n in zip(signed, self.kernel)])] += 1
+        spectrum = torch.fft.fftn(waves, dim=tuple(range(1, waves.dim()))).real / math.prod(self.kernel)
+        energy = torch.tensordot(sums[:, :-1], spectrum, 1).clamp(min=0)
+        return energy + sums[:, -1].view(-1, *[1] * len(self.kernel))
+
+    def _gram_bounds(self, pairs: list[list[tuple[tuple[int, ...], tuple[int, ...]]]]) -> Iterator[Tensor]:
+        """Chunks `[part, len(pairs) + 1]`: for each list the sum over its pairs of offsets, and the margin.
+
+        Both factors are brought to size one first, or the square of a small one could vanish. The sums
+        cancel, so a bound of their rounding error, a small multiple of the two matrices' norms, comes
+        along: what is added to a result keeps it from falling short of the truth. A single list, which
+        is the norm, has it added already.
         """
         _, channels, outputs, area, positions = self._geometry()
         out = self.gradient.shape[2:]
         step = max(1, CHUNK // (area * area * self.groups))
-        norms = []
         for part, padded in self._padded_parts(step):
             x, x_size = _unit(padded.reshape(-1, channels, area))
             g, g_size = _unit(self.gradient[part].reshape(-1, outputs, positions))
             gram = (x.transpose(1, 2) @ x).view(-1, *self.padded_grid, *self.padded_grid)
-            windows = x.new_zeros(len(x), *out, *out)
-            for offset in product(*[range(k) for k in self.kernel]):
-                at = [
-                    slice(j * d, j * d + s * (n - 1) + 1, s)
-                    for j, s, d, n in zip(offset, self.stride, self.dilation, out)
-                ]
-                windows += gram[(slice(None), *at, *at)]
-            left, right = windows.flatten(1), (g.transpose(1, 2) @ g).flatten(1)
-            margin = _squares(left).sqrt() * _squares(right).sqrt() * GRAM_ROUNDING[x.dtype]
-            upper = torch.linalg.vecdot(left, right).double().clamp(min=0) + margin
-            norms.append((upper * (x_size * g_size).square()).view(-1, self.groups).sum(1))
-        return torch.cat(norms)
+            right = (g.transpose(1, 2) @ g).flatten(1)
+            columns, largest = [], torch.zeros((), device=x.device)
+            for members in pairs:
+                windows = x.new_zeros(len(x), *out, *out)
+                for first, second in members:
+                    windows += gram[(slice(None), *self._places(first), *self._places(second))]
+                columns.append(torch.linalg.vecdot(windows.flatten(1), right).double())
+                largest = torch.maximum(largest, _squares(windows.flatten(1)).sqrt())
+            columns.append(largest * _squares(right).sqrt() * GRAM_ROUNDING[x.dtype])
+            scale = (x_size * g_size).square()[:, None]
+            bounds = (torch.stack(columns, 1) * scale).view(-1, self.groups, len(columns)).sum(1)
+            yield bounds if len(pairs) > 1 else bounds[:, :1].clamp(min=0) + bounds[:, 1:]
+
+    def _places(self, offset: tuple[int, ...]) -> list[slice]:
+        """Where the padded input meets the kernel's `offset`, over all output positions."""
+        geometry = zip(offset, self.stride, self.dilation, self.gradient.shape[2:])
+        return [slice(j * d, j * d + s * (n - 1) + 1, s) for j, s, d, n in geometry]
 
     # The paper's reading: the spectrum over the whole padded input, of which the kernel is a crop.
 
@@ -484,8 +518,10 @@ def _gram(m: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _prefer_gram(geometry: tuple[int, int, int, int, int]) -> bool:
+def _prefer_gram(geometry: tuple[int, int, int, int, int], spectral: bool = False) -> bool:
     """Whether two Gram matrices and a weight gradient cost less than kernels of every record.
+
+    `spectral` asks for energies by frequency, which take a window for each pair of kernel offsets.
 
     Nanoseconds for a record on one core, from products at about 45 multiply-adds a nanosecond and
     copies at about one element a nanosecond; only their order matters.
@@ -493,7 +529,10 @@ def _prefer_gram(geometry: tuple[int, int, int, int, int]) -> bool:
     size, channels, outputs, area, positions = geometry
     multiplications = size * channels * outputs * positions
     kernels = multiplications / 40 + size * channels * positions / 1.5 + size * channels * outputs / 2
-    gram = (area**2 * channels + positions**2 * outputs) / 40 + 1.2 * size * positions**2
+    windows = (size * (size + 1) / 2 + 2 * size) if spectral else size
+    gram = (area**2 * channels + positions**2 * outputs) / 40 + 1.2 * windows * positions**2
+    if spectral:
+        kernels += size**2 * channels * outputs / 40
     return gram + multiplications / 45 < kernels
 
 
