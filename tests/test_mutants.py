@@ -271,7 +271,7 @@ def tied_parameters_counted_once(patch: Patch) -> None:
 
 
 def a_linear_norm_that_misses_its_input(patch: Patch) -> None:
-    patch.setattr(per_sample.Outer, "squared_norm", lambda self: per_sample._squares(self.left))
+    patch.setattr(per_sample.Outer, "squared_norm", lambda self: per_sample.squares(self.left))
 
 
 def unfrozen_parameters_stepped(patch: Patch) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gredp.gradient.per_sample import Correlation, _prefer_gram
+from gredp.gradient.convolution import Correlation, _prefer_gram
 from gredp.spectrum import grid_energy
 
 GEOMETRY = ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))

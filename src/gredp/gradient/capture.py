@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
-from gredp.gradient.per_sample import Correlation, PerSampleGradient, PerSampleSpectra, add
+from gredp.gradient.convolution import Correlation
+from gredp.gradient.per_sample import PerSampleGradient, PerSampleSpectra, add
 from gredp.gradient.rules import Call, Rule, full_precision, generic, grid_axes, rule_for
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.gradient.per_sample import Correlation, PerSampleGradient, PerSampleSpectra
+from gredp.gradient.convolution import Correlation
+from gredp.gradient.per_sample import PerSampleGradient, PerSampleSpectra
 from gredp.mechanisms.plan import StepPlan
 from gredp.spectrum import BlockView
 

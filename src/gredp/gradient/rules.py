@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gredp.errors import GredpError
-from gredp.gradient.per_sample import Circulant, Correlation, Dense, Lookup, Outer, PerSampleGradient
+from gredp.gradient.convolution import Correlation
+from gredp.gradient.per_sample import Circulant, Dense, Lookup, Outer, PerSampleGradient
 from gredp.layers import BlockCirculantLinear
 from gredp.layers.block_circulant import to_blocks
 

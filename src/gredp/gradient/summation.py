@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gredp.errors import GredpError
 from gredp.gradient.clip import ClippedSpectra
-from gredp.gradient.per_sample import Correlation
+from gredp.gradient.convolution import Correlation
 from gredp.gradient.shaping import energy_shares
 from gredp.mechanisms.plan import StepPlan
 from gredp.spectrum import BlockView

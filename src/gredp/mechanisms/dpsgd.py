@@ -1,10 +1,8 @@
 """DP-SGD (Abadi et al. 2016): clip each record's gradient, add white noise to the sum."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gredp.mechanisms.plan import Clipping, Mechanism, StepPlan, clip_groups
-from gredp.privacy.certificate import Block
+from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, StepPlan
 
 
 @dataclass(frozen=True)
@@ -18,12 +16,7 @@ class DPSGD(Mechanism):
     clipping: Clipping = "flat"
     name = "dpsgd"
 
-    def plan(
-        self,
-        blocks: Sequence[Block],
-        clip_norm: float | Sequence[float],
-        sigma: float,
-        expected_batch_size: float,
+    def step(
+        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
     ) -> StepPlan:
-        groups = clip_groups(self.clipping, blocks, clip_norm, sigma)
-        return StepPlan(tuple(blocks), groups, normalize=self.clipping == "automatic")
+        return StepPlan(blocks, groups)

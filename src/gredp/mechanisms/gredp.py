@@ -1,12 +1,10 @@
 """GReDP as the paper writes it: spectrum, clip, complex noise, inverse transform, real part."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gredp.errors import GredpError
-from gredp.mechanisms.plan import Clipping, Mechanism, StepPlan, Transform, clip_groups, scale_noise
-from gredp.privacy.certificate import Block
+from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, StepPlan, Transform, scale_noise
 
 HALVES = (math.sqrt(0.5), math.sqrt(0.5))
 
@@ -41,20 +39,14 @@ class GReDP(Mechanism):
     def transform(self) -> Transform:
         return self.grid
 
-    def plan(
-        self,
-        blocks: Sequence[Block],
-        clip_norm: float | Sequence[float],
-        sigma: float,
-        expected_batch_size: float,
+    def step(
+        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
     ) -> StepPlan:
-        groups = clip_groups(self.clipping, blocks, clip_norm, sigma)
         if self.per_sample_noise:
             groups = scale_noise(groups, math.sqrt(expected_batch_size))
         return StepPlan(
-            tuple(blocks),
+            blocks,
             groups,
             transform=self.grid,
-            normalize=self.clipping == "automatic",
             noise_parts=self.noise_parts,
         )

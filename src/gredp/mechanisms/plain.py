@@ -1,11 +1,9 @@
 """Plain training as a configuration of the same step: nothing clipped, nothing noised, ε = ∞."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gredp.mechanisms.plan import ClipGroup, Mechanism, StepPlan
-from gredp.privacy.certificate import Block
+from gredp.mechanisms.plan import Blocks, ClipGroup, Mechanism, StepPlan
 
 
 @dataclass(frozen=True)
@@ -14,13 +12,9 @@ class Plain(Mechanism):
 
     name = "plain"
     claimed_by_paper = False
+    clipping = "flat"
 
-    def plan(
-        self,
-        blocks: Sequence[Block],
-        clip_norm: float | Sequence[float],
-        sigma: float,
-        expected_batch_size: float,
+    def step(
+        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
     ) -> StepPlan:
-        everything = ClipGroup("all", tuple(b.name for b in blocks), math.inf, 0.0)
-        return StepPlan(tuple(blocks), (everything,))
+        return StepPlan(blocks, tuple(replace(g, clip_norm=math.inf, noise_std=0.0) for g in groups))

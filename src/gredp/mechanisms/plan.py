@@ -15,6 +15,7 @@ from gredp.privacy.certificate import Block, Certificate, Release, real_part_var
 
 Transform = Literal["none", "kernel", "padded"]
 Needs = Literal["norms", "spectra", "inputs"]
+Blocks = tuple[Block, ...]
 Clipping = Literal["flat", "per_layer", "layer_wise", "automatic"]
 
 
@@ -100,7 +101,8 @@ class Mechanism(ABC):
     #: whether the paper claims an ε for this method, namely that of DP-SGD at the same σ
     claimed_by_paper: bool = True
 
-    @abstractmethod
+    clipping: Clipping
+
     def plan(
         self,
         blocks: Sequence[Block],
@@ -109,6 +111,15 @@ class Mechanism(ABC):
         expected_batch_size: float,
     ) -> StepPlan:
         """The step for these blocks at noise scale `sigma`."""
+        groups = clip_groups(self.clipping, blocks, clip_norm, sigma)
+        plan = self.step(tuple(blocks), groups, sigma, expected_batch_size)
+        return replace(plan, normalize=self.clipping == "automatic")
+
+    @abstractmethod
+    def step(
+        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
+    ) -> StepPlan:
+        """What is particular to the method, for groups clipped and noised as its clipping says."""
 
     @property
     def transform(self) -> Transform:

@@ -1,11 +1,9 @@
 """GReDP with shaped noise: less of it where the gradients are weak, all of the gradient, proven."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gredp.errors import GredpError
-from gredp.mechanisms.plan import Clipping, Mechanism, Needs, Shaping, StepPlan, Transform, clip_groups
-from gredp.privacy.certificate import Block
+from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, Needs, Shaping, StepPlan, Transform
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,13 @@ class ShapedGReDP(Mechanism):
     def needs(self) -> Needs:
         return "inputs" if self.transform == "padded" else "spectra"
 
-    def plan(
-        self,
-        blocks: Sequence[Block],
-        clip_norm: float | Sequence[float],
-        sigma: float,
-        expected_batch_size: float,
+    def step(
+        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
     ) -> StepPlan:
         return StepPlan(
-            tuple(blocks),
-            clip_groups(self.clipping, blocks, clip_norm, sigma),
+            blocks,
+            groups,
             transform="kernel",
-            normalize=self.clipping == "automatic",
             shaping=self.shaping,
             energy_std=self.shaping.energy_noise * sigma,
         )

@@ -1,12 +1,10 @@
 """Spectral-DP (Feng et al. 2023): keep the lowest frequencies only, clip and noise what is kept."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gredp.errors import GredpError
-from gredp.mechanisms.plan import Clipping, Mechanism, Needs, StepPlan, Transform, clip_groups
-from gredp.privacy.certificate import Block
+from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, Needs, StepPlan, Transform
 
 
 @dataclass(frozen=True)
@@ -37,18 +35,13 @@ class SpectralDP(Mechanism):
     def needs(self) -> Needs:
         return "inputs" if self.transform == "padded" else "spectra"
 
-    def plan(
-        self,
-        blocks: Sequence[Block],
-        clip_norm: float | Sequence[float],
-        sigma: float,
-        expected_batch_size: float,
+    def step(
+        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
     ) -> StepPlan:
         return StepPlan(
-            tuple(blocks),
-            clip_groups(self.clipping, blocks, clip_norm, sigma),
+            blocks,
+            groups,
             transform=self.grid,
-            normalize=self.clipping == "automatic",
             noise_parts=(math.sqrt(0.5), math.sqrt(0.5)),
             keep_ratio=self.filter_ratio,
         )
