@@ -103,6 +103,7 @@ def main() -> None:
     command = f"python benchmarks/step_time.py --threads {arguments.threads} --rounds {rounds}"
     record = header() | {"command": command, "threads": arguments.threads, "rounds": rounds}
     record["networks"] = results
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
 
 

@@ -382,6 +382,27 @@ def test_one_model_cannot_be_made_private_twice():
         optimizer.add_param_group({"params": []})
 
 
+def test_secure_mode_trains_and_takes_no_generator():
+    x, y = records(8)
+    for generator in (None, torch.Generator()):
+        model, engine = small_model(), PrivacyEngine(secure_mode=True)
+        settings = {
+            "module": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "data_loader": DataLoader(TensorDataset(x, y), batch_size=8),
+            "noise_multiplier": 1.0,
+            "max_grad_norm": 1.0,
+            "noise_generator": generator,
+        }
+        if generator is not None:
+            with pytest.raises(GredpError, match="give no noise_generator"):
+                engine.make_private(**settings)
+            continue
+        model, optimizer, _ = engine.make_private(**settings)
+        released = torch.cat([v.flatten() for v in one_step(model, optimizer, x, y).values()])
+        assert 0.7 < float(released.std()) < 1.6  # noise of deviation 1 and a gradient of norm 8 at most
+
+
 def test_ghost_mode_returns_the_criterion_too():
     x, y = records(8)
     model, criterion = small_model(), nn.CrossEntropyLoss()

@@ -85,6 +85,8 @@ class PrivacyEngine:
         | a trainable parameter outside the optimiser, or one of the optimiser's outside the model | refused |
         | poisson_sampling=False, more than one process | refused |
         """
+        if self.secure_mode and noise_generator is not None:
+            raise GredpError("secure_mode takes noise from the operating system: give no noise_generator")
         chosen = mechanism(method, noise, claim, clipping, **options)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         _check_parameters(module, optimizer)
