@@ -242,7 +242,7 @@ def test_spectral_dp_clips_and_keeps_the_low_band_only(world, ratio, clipping):
     def band(name: str, g: Tensor) -> Tensor:
         axes = grid_axes(model, name)
         grid = tuple(g.shape[-axes:])
-        return dft(g, axes) * low_band(grid, ratio).view(grid)
+        return dft(g, axes) * low_band(grid, ratio if g.dim() > 1 else 1.0).view(grid)  # biases stay whole
 
     groups = by_layer(gradients, norm) if clipping == "per_layer" else flat(gradients, norm)
     truth = clipped_sum(
@@ -261,7 +261,7 @@ def test_spectral_dp_on_the_padded_grid_keeps_a_band_of_it():
 
     def band(name: str, spectrum: Tensor, axes: int) -> Tensor:
         grid = tuple(spectrum.shape[-axes:])
-        return spectrum * low_band(grid, 0.5).view(grid)
+        return spectrum * low_band(grid, 0.5 if spectrum.dim() > 1 else 1.0).view(grid)
 
     # a record's padded spectrum cannot be had from its gradient: release by record, kernels apart
     total = {n: torch.zeros_like(g[0]) for n, g in gradients.items()}

@@ -70,7 +70,9 @@ class PrivateStep:
 def _view(block: Block, plan: StepPlan) -> BlockView:
     padded = block != Block.whole(block.name, block.layer, block.shape, len(block.grid))
     if plan.keep_ratio is not None:
-        return BlockView(block, padded, low_band(block.grid, plan.keep_ratio).long())
+        # A bias has no frequencies to speak of: neighbouring units are no neighbours.
+        ratio = plan.keep_ratio if len(block.shape) > 1 else 1.0
+        return BlockView(block, padded, low_band(block.grid, ratio).long())
     if plan.shaping is not None and len(block.shape) > 1:
         return BlockView(block, padded, frequency_groups(block.grid, plan.shaping.bands))
     return BlockView(block, padded)  # one group: white within the block

@@ -13,7 +13,7 @@ class SpectralDP(Mechanism):
 
     The band is conjugate-symmetric and cut out *before* the clip, so nothing of the clipping norm is
     spent on what is dropped, and every coefficient that is kept is noised. `filter_ratio` ρ is K/N,
-    the share that is kept.
+    the share that is kept, of weights; biases are kept whole.
     """
 
     filter_ratio: float = 0.5
