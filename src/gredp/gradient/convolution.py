@@ -211,7 +211,8 @@ class Correlation(PerSampleGradient):
     def _gram_norm(self) -> Tensor:
         """Σ over positions t, s of ⟨g_t, g_s⟩⟨window_t, window_s⟩, the windows' part from one Gram matrix."""
         kernels = list(product(*[range(k) for k in self.kernel]))
-        return torch.cat([bound[:, 0] for bound in self._gram_bounds([[(k, k) for k in kernels]])])
+        total, margin = torch.cat(list(self._gram_sums([[(k, k) for k in kernels]]))).unbind(1)
+        return total.clamp(min=0) + margin
 
     def _gram_energy(self) -> Tensor:
         """`[b, *grid]`: the same for each coefficient of the kernel's spectrum.
@@ -225,7 +226,7 @@ class Correlation(PerSampleGradient):
             difference = tuple(i - j for i, j in zip(first, second))
             if difference >= (0,) * len(difference):
                 pairs.setdefault(difference, []).append((first, second))
-        sums = torch.cat(list(self._gram_bounds(list(pairs.values()))))  # [b, differences]
+        sums = torch.cat(list(self._gram_sums(list(pairs.values()))))  # [b, differences]
         waves = torch.zeros(len(pairs), *self.kernel, dtype=torch.float64, device=sums.device)
         for row, difference in enumerate(pairs):
             # A unit at the difference, and one at its negative, have the cosine wave as their spectrum.
@@ -235,13 +236,12 @@ class Correlation(PerSampleGradient):
         energy = torch.tensordot(sums[:, :-1], spectrum, 1).clamp(min=0)
         return energy + sums[:, -1].view(-1, *[1] * len(self.kernel))
 
-    def _gram_bounds(self, pairs: list[list[tuple[tuple[int, ...], tuple[int, ...]]]]) -> Iterator[Tensor]:
+    def _gram_sums(self, pairs: list[list[tuple[tuple[int, ...], tuple[int, ...]]]]) -> Iterator[Tensor]:
         """Chunks `[part, len(pairs) + 1]`: for each list the sum over its pairs of offsets, and the margin.
 
         Both factors are brought to size one first, or the square of a small one could vanish. The sums
-        cancel, so a bound of their rounding error, a small multiple of the two matrices' norms, comes
-        along: what is added to a result keeps it from falling short of the truth. A single list, which
-        is the norm, has it added already.
+        cancel, so an allowance for their rounding, a small multiple of the two matrices' norms, comes
+        along: added to a result, it keeps this from falling short of the truth.
         """
         _, channels, outputs, area, positions = self._geometry()
         out = self.gradient.shape[2:]
@@ -260,8 +260,8 @@ class Correlation(PerSampleGradient):
                 largest = torch.maximum(largest, squares(windows.flatten(1)).sqrt())
             columns.append(largest * squares(right).sqrt() * GRAM_ROUNDING[x.dtype])
             scale = (x_size * g_size).square()[:, None]
-            bounds = (torch.stack(columns, 1) * scale).view(-1, self.groups, len(columns)).sum(1)
-            yield bounds if len(pairs) > 1 else bounds[:, :1].clamp(min=0) + bounds[:, 1:]
+            sums = (torch.stack(columns, 1) * scale).view(-1, self.groups, len(columns)).sum(1)
+            yield sums
 
     def _places(self, offset: tuple[int, ...]) -> list[slice]:
         """Where the padded input meets the kernel's `offset`, over all output positions."""

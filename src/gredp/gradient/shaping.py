@@ -61,8 +61,8 @@ class LearnedShape:
         self.total += noisy_shares.double().cpu()
         self.releases += 1
         mean = self.total / (self.releases * self.expected_batch_size)
-        # Shares below the noise of their own mean are not known to be smaller than it; half of a typical
-        # share spread evenly is the other floor, without which an empty group would take all the weight.
+        # Shares below the noise of their own mean are not known to be smaller than it; a fiftieth of an
+        # even share is the other floor, without which an empty group would take all the weight.
         noise = noise_std / (self.expected_batch_size * math.sqrt(self.releases))
         floor = max(noise, 0.02 / math.sqrt(len(mean)))
         share = mean.clamp(min=floor)

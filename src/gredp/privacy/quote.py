@@ -53,15 +53,14 @@ def quote(
     unit = chosen.unit_multiplier(blocks, 1.0, batch_size)
     if method == "plain":
         sigma = 0.0
-    elif sigma is None:
+    else:
+        noise_scale(1.0, unit, claim)  # refuses a mechanism that releases a direction without noise
+    if sigma is None:
         assert target_epsilon is not None
         if claim == "paper":
             sigma = claimed_sigma(target_epsilon, delta, rate, steps)
         else:
-            noise_scale(1.0, unit, claim)  # refuses a mechanism that releases a direction without noise
             sigma = noise_scale(calibrate(target_epsilon, delta, rate, steps, accountant), unit, claim)
-    else:
-        noise_scale(1.0, unit, claim)
     multiplier = chosen.plan(blocks, 1.0, sigma, batch_size).certificate().noise_multiplier
     spent = (Entry(multiplier, rate, steps, sigma if chosen.claimed_by_paper else None),)
     return {
