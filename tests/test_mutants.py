@@ -42,39 +42,44 @@ Patch = pytest.MonkeyPatch
 def fft_without_unitary_scaling(patch: Patch) -> None:
     """The library's default: the way there unscaled, the way back by 1/n; a round trip looks right."""
 
-    def plain(transform):
-        return lambda x, axes: transform(x, dim=tuple(range(-axes, 0)))
+    def there(x, axes):
+        return torch.fft.rfftn(x, dim=tuple(range(-axes, 0)))
 
-    patch.setattr(spectrum, "fft", plain(torch.fft.fftn))
-    patch.setattr(spectrum, "ifft", plain(torch.fft.ifftn))
+    def back(x, axes, length):
+        if axes > 1:
+            x = torch.fft.ifftn(x, dim=tuple(range(-axes, -1)))
+        return torch.fft.irfft(x, n=length)
+
+    patch.setattr(spectrum, "half_fft", there)
+    patch.setattr(spectrum, "half_ifft", back)
 
 
 def half_spectrum_without_root_two(patch: Patch) -> None:
     """Interior bins of a half spectrum stand for two coefficients each; forgetting it loses their noise."""
-    draw = noise.GeneratorSource.normal
+    honest = spectrum.BlockView.noise_parts
 
-    def normal(self, shape, like):
-        bins = torch.fft.rfft(draw(self, shape, like), norm="ortho")
-        interior = slice(1, (shape[-1] + 1) // 2)
-        bins[..., interior] /= math.sqrt(2)
-        return torch.fft.irfft(bins, n=shape[-1], norm="ortho")
+    def halved_once_more(self, a, b):
+        parts = honest(self, a, b)
+        parts[1 : (self.length + 1) // 2] /= math.sqrt(2)
+        return parts
 
-    patch.setattr(noise.GeneratorSource, "normal", normal)
+    patch.setattr(spectrum.BlockView, "noise_parts", halved_once_more)
 
 
 def real_noise_only(patch: Patch) -> None:
-    patch.setattr(noise.torch, "complex", lambda x, y: (math.sqrt(2) * x).to(torch.complex64))
+    honest = spectrum.BlockView.noise_parts
+    patch.setattr(spectrum.BlockView, "noise_parts", lambda self, a, b: honest(self, math.sqrt(2) * a, 0.0))
 
 
 def last_coefficient_without_noise(patch: Patch) -> None:
-    make = torch.complex
+    honest = spectrum.BlockView.noise_parts
 
-    def all_but_the_last(x, y):
-        x, y = x.clone(), y.clone()
-        x[..., -1] = y[..., -1] = 0
-        return make(x, y)
+    def all_but_the_last(self, a, b):
+        parts = honest(self, a, b)
+        parts[-1] = 0
+        return parts
 
-    patch.setattr(noise.torch, "complex", all_but_the_last)
+    patch.setattr(spectrum.BlockView, "noise_parts", all_but_the_last)
 
 
 def clip_of_the_mean_loss(patch: Patch) -> None:

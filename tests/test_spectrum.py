@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gredp.privacy.certificate import Block
-from gredp.spectrum import BlockView, distance, fft, frequency_groups, ifft, low_band, mirror
+from gredp.spectrum import (
+    BlockView,
+    distance,
+    fft,
+    frequency_groups,
+    half_fft,
+    half_ifft,
+    low_band,
+    mirror,
+    whole_energy,
+)
 from oracles import dft, inverse_dft
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -33,12 +43,26 @@ def test_fft_is_the_dense_unitary_dft(lead, grid):
 
 @quick
 @given(lead, grids)
-def test_fft_keeps_the_norm_and_ifft_undoes_it(lead, grid):
+def test_the_half_spectrum_is_the_beginning_of_the_whole(lead, grid):
     x = reals(*lead, *grid)
-    spectrum = fft(x, len(grid))
-    assert math.isclose(spectrum.abs().square().sum(), x.square().sum(), rel_tol=1e-10)
-    torch.testing.assert_close(ifft(spectrum, len(grid)), x.to(torch.complex128), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(ifft(spectrum, len(grid)), inverse_dft(spectrum, len(grid)))
+    whole, half = dft(x, len(grid)), half_fft(x, len(grid))
+    torch.testing.assert_close(half, whole[..., : grid[-1] // 2 + 1], rtol=1e-10, atol=1e-10)
+    energies = whole_energy(half.abs().square().reshape(-1, *half.shape[len(lead) :]), grid)
+    torch.testing.assert_close(energies, whole.abs().square().reshape(-1, *grid), rtol=1e-10, atol=1e-10)
+
+
+@quick
+@given(lead, grids)
+def test_the_half_inverse_is_the_real_part_of_the_whole_inverse(lead, grid):
+    # Of any spectrum, conjugate or not: what the real part sees of τ is (τ_k + conj τ_−k)/2.
+    whole = torch.complex(reals(*lead, *grid), reals(*lead, *grid, seed=2))
+    flat = whole.flatten(len(lead))
+    seen = ((flat + flat[..., mirror(grid)].conj()) / 2).reshape(whole.shape)
+    # Coefficients that have both k and −k in the half may stay as they are; the inverse averages them.
+    last = torch.arange(grid[-1])
+    seen[..., last == -last % grid[-1]] = whole[..., last == -last % grid[-1]]
+    found = half_ifft(seen[..., : grid[-1] // 2 + 1], len(grid), grid[-1])
+    torch.testing.assert_close(found, inverse_dft(whole, len(grid)).real, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +72,14 @@ def test_fft_keeps_the_norm_and_ifft_undoes_it(lead, grid):
 def test_fft_keeps_the_precision(dtype, result, axes):
     x = torch.ones(2, 3, dtype=dtype)
     assert fft(x, axes).dtype == result
-    assert ifft(fft(x, axes), axes).dtype == result
+    assert half_fft(x, axes).dtype == result
+    assert half_ifft(half_fft(x, axes), axes, 3 if axes else 1).dtype == dtype
 
 
 def test_no_axes_means_no_transform():
     x = reals(3, 4)
     assert torch.equal(fft(x, 0).real, x)
-    assert torch.equal(ifft(fft(x, 0), 0).real, x)
+    assert torch.equal(half_ifft(half_fft(x, 0), 0, 1), x)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (0, 2, 3, 3)])
@@ -62,7 +87,7 @@ def test_nothing_has_an_empty_spectrum(shape):
     # An empty Poisson draw must pass every stage; some FFT libraries refuse a batch of no vectors.
     axes = len(shape) - 1 if len(shape) == 2 else 2
     assert fft(torch.zeros(shape), axes).shape == shape
-    assert ifft(torch.zeros(shape, dtype=torch.complex64), axes).shape == shape
+    assert half_ifft(half_fft(torch.zeros(shape), axes), axes, shape[-1]).shape == shape
 
 
 # ------------------------------------------------------------------ frequencies
@@ -170,8 +195,7 @@ def test_gather_sums_energies_by_group_and_spread_goes_back(block):
         truth = energy.flatten(1)[:, groups == group].sum(1)
         torch.testing.assert_close(gathered[:, group], truth)
     weights = torch.arange(1.0, view.group_count + 1)
-    assert view.spread(weights).shape == block.grid
-    assert torch.equal(view.spread(weights).flatten(), weights[groups])
+    assert torch.equal(view.spread(weights), weights[groups].view(block.grid)[..., : block.grid[-1] // 2 + 1])
 
 
 @every_block
@@ -205,11 +229,13 @@ def test_weights_of_one_group_touch_that_band_only(block):
     view = BlockView(block, groups=frequency_groups(block.grid, 3))
     weights = torch.zeros(view.group_count, dtype=torch.float64)
     weights[0] = 1
-    spectrum = view.spectrum(reals(*block.shape)) * view.spread(weights)
-    # symmetric weights on a real block's spectrum leave a real block: no imaginary part is lost
-    assert ifft(spectrum, view.axes).imag.abs().max() < 1e-12
-    again = view.spectrum(view.real_part(spectrum))
-    torch.testing.assert_close(again, spectrum)
+    x = reals(*block.shape)
+    spectrum = view.spectrum(x) * view.spread(weights)
+    # symmetric weights on a real block's spectrum leave a real block: nothing is lost with the imaginary part
+    whole = dft(x, view.axes) * weights[view.groups].view(block.grid)
+    assert inverse_dft(whole, view.axes).imag.abs().max() < 1e-12
+    torch.testing.assert_close(view.real_part(spectrum), inverse_dft(whole, view.axes).real)
+    torch.testing.assert_close(view.spectrum(view.real_part(spectrum)), spectrum)
 
 
 def test_padded_views_crop_the_released_indices():
@@ -217,7 +243,7 @@ def test_padded_views_crop_the_released_indices():
     block = Block("w", "l", (3, 2, 2, 2), (5, 6), ((0, 2), (0, 3)))
     view = BlockView(block, padded=True)
     values = reals(3, 2, 5, 6)
-    spectrum = fft(values, 2)
+    spectrum = half_fft(values, 2)
     assert view.spectrum(spectrum) is spectrum  # a padded sum is a spectrum already
     torch.testing.assert_close(view.real_part(spectrum), values[..., [0, 2], :][..., [0, 3]])
 

@@ -126,7 +126,7 @@ class PrivateOptimizer(Optimizer):
         gradients = self.private_step.release(self._parameters)
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():
-            released = (gradients[name] / divisor).to(parameter.dtype)
+            released = gradients[name].div_(divisor).to(parameter.dtype)
             parameter.grad = released if parameter.requires_grad else None  # None: frozen in the meantime
         self.original_optimizer.step()
         return loss

@@ -1,6 +1,7 @@
 """Unitary Fourier transforms, frequency groups and bands: the language the mechanisms are written in.
 
-Shapes: a block is `[*lead, *grid]`; a spectrum has the same shape, complex, over the full grid.
+Shapes: a block is `[*lead, *grid]`; a spectrum has the same shape, complex. Real blocks have conjugate
+coefficients at k and −k, so their spectra are kept over `[*half]` alone: the last axis ends at n//2.
 """
 
 import math
@@ -20,9 +21,40 @@ def fft(x: Tensor, axes: int) -> Tensor:
     return torch.fft.fftn(x, dim=_last(axes), norm="ortho")
 
 
-def ifft(x: Tensor, axes: int) -> Tensor:
-    """Its inverse."""
-    return torch.fft.ifftn(x, dim=_last(axes), norm="ortho") if axes and x.numel() else x
+def half_fft(x: Tensor, axes: int) -> Tensor:
+    """Unitary DFT of a real block: `[*lead, *grid]` → `[*lead, *half]`."""
+    if not axes or not x.numel():
+        return x.to(_complex(x))
+    return torch.fft.rfftn(x, dim=_last(axes), norm="ortho")
+
+
+def half_ifft(x: Tensor, axes: int, length: int) -> Tensor:
+    """Real part of the inverse of the full spectrum, given its half: `[*lead, *half]` → `[*lead, *grid]`.
+
+    `length` is the last axis' own. Where the half holds both k and −k and they are not conjugate, the
+    real part sees their conjugate mean: that is what torch documents for a single axis, but libraries
+    do not agree on it for several at once, so the last axis is taken by itself.
+    """
+    if not axes or not x.numel():
+        return x.real
+    if axes > 1:
+        x = torch.fft.ifftn(x, dim=_last(axes)[:-1], norm="ortho")
+    return torch.fft.irfft(x, n=length, norm="ortho")
+
+
+def own_mirrors(n: int) -> tuple[int, ...]:
+    """The k with k ≡ −k modulo n."""
+    return (0, n // 2) if n > 1 and n % 2 == 0 else (0,)
+
+
+@lru_cache(maxsize=256)
+def whole_from_half(grid: tuple[int, ...]) -> Tensor:
+    """`[prod(grid)]`: for each frequency the flat index in the half grid of itself or of its negative."""
+    half = (*grid[:-1], grid[-1] // 2 + 1)
+    index = torch.full(grid, -1)
+    index[..., : half[-1]] = torch.arange(math.prod(half)).view(half)
+    index = index.flatten()
+    return torch.where(index >= 0, index, index[mirror(grid)])
 
 
 def _last(axes: int) -> tuple[int, ...]:
@@ -73,12 +105,25 @@ def grid_energy(values: Tensor, axes: int) -> Tensor:
     grid = tuple(values.shape[values.dim() - axes :])
     lead = tuple(range(1, values.dim() - axes))
     if not 1 < math.prod(grid) <= 64:
-        energy = fft(values, axes).abs().double().square()
-        return energy.sum(lead) if lead else energy
+        energy = square_modulus(half_fft(values, axes))
+        return whole_energy(energy.sum(lead) if lead else energy, grid)
     # Kernels are too small for an FFT to pay; one real matrix product gives the same energies.
     flat = values.reshape(values.shape[0], math.prod(values.shape[1 : values.dim() - axes]), math.prod(grid))
     energy = (flat @ real_basis(grid).to(flat)).square().sum(1, dtype=torch.float64)
     return ((energy + energy[:, mirror(grid).to(flat.device)]) / 2).view(-1, *grid)
+
+
+def square_modulus(spectrum: Tensor) -> Tensor:
+    """|·|² of each coefficient, in double precision: a small one's square would vanish in single."""
+    return torch.view_as_real(spectrum).double().square().sum(-1)
+
+
+def whole_energy(half: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """`[b, *half]` energies of a real block → `[b, *grid]`."""
+    if not grid or not half.numel():
+        return half.new_zeros(half.shape[0], *grid) if grid else half
+    flat = half.flatten(1)
+    return flat[:, whole_from_half(grid).to(flat.device)].view(-1, *grid)
 
 
 def frequency_groups(grid: tuple[int, ...], bands: int) -> Tensor:
@@ -149,18 +194,34 @@ class BlockView:
         return out.index_add_(1, self.groups.to(flat.device), flat)
 
     def spread(self, weights: Tensor) -> Tensor:
-        """`[group_count]` weights → `[*grid]`."""
+        """`[group_count]` weights → `[*half]`, the half of the grid that spectra are kept over."""
         if self.groups is None:
             return weights.reshape([1] * self.axes)
-        return weights[self.groups.to(weights.device)].view(self.block.grid)
+        return weights[self.groups.to(weights.device)].view(self.block.grid)[..., : self.length // 2 + 1]
+
+    @property
+    def length(self) -> int:
+        """Of the grid's last axis."""
+        return self.block.grid[-1] if self.axes else 1
+
+    def noise_parts(self, a: float, b: float) -> Tensor:
+        """`[last axis of the half, 2]`: deviations of real and imaginary noise on each coefficient kept.
+
+        They stand for a and b on *every* coefficient: the real part of the inverse sees noise τ through
+        (τ_k + conj τ_−k)/2 alone, of half the variance. The coefficients that have both k and −k in
+        the half are averaged by the inverse itself.
+        """
+        parts = torch.full((self.length // 2 + 1, 2), math.sqrt(0.5), dtype=torch.float64)
+        parts[list(own_mirrors(self.length))] = 1.0
+        return parts * torch.tensor([a, b], dtype=torch.float64)
 
     def spectrum(self, total: Tensor) -> Tensor:
         """The summed block as a spectrum; a padded sum is one already."""
-        return total if self.padded else fft(total, self.axes)
+        return total if self.padded else half_fft(total, self.axes)
 
     def real_part(self, spectrum: Tensor) -> Tensor:
-        """Inverse transform, real part, crop: `[*lead, *grid]` complex → `[*shape]` real."""
-        values = ifft(spectrum, self.axes).real
+        """Inverse transform, real part, crop: `[*lead, *half]` complex → `[*shape]` real."""
+        values = half_ifft(spectrum, self.axes, self.length)
         if self.padded:
             for axis, kept in enumerate(self.block.released):
                 index = torch.tensor(kept, device=values.device)

@@ -8,6 +8,7 @@ from torch import nn
 
 from gredp import BlockCirculantLinear, SpectralConv2d
 from gredp.gradient.noise import GeneratorSource, OperatingSystemSource
+from oracles import dft
 from worlds import MECHANISMS, flat, make_private, no_gradient_step, one_step, records, small_model
 
 Z, C = 1.7, 0.8
@@ -30,6 +31,12 @@ def noise_draws(layer: nn.Module, x: torch.Tensor, draws: int, **options) -> tor
 def draw_noise(model, optimizer, x, draws: int) -> torch.Tensor:
     steps = -(-draws // model[0].weight.numel())
     return torch.stack([no_gradient_step(model, optimizer, x)["0.weight"].flatten() for _ in range(steps)])
+
+
+def whole_weights(view, weights: torch.Tensor) -> torch.Tensor:
+    """`[group_count]` → `[*grid]`."""
+    groups = torch.zeros(math.prod(view.block.grid), dtype=torch.long) if view.groups is None else view.groups
+    return weights[groups].view(view.block.grid)
 
 
 def fix_weights(optimizer, weights: torch.Tensor | None = None) -> None:
@@ -79,12 +86,12 @@ def test_shaped_noise_keeps_its_variance_in_both_spaces(layer):
     fix_weights(optimizer, 0.2 + 3 * torch.rand(len(step.shape._squared), generator=generator).double())
     draws = draw_noise(model, optimizer, x, V_DRAWS)
     view = step.views["0.weight"]
-    weights = view.spread(step.squared_weights["0.weight"])
+    weights = whole_weights(view, step.squared_weights["0.weight"])
     variance = (optimizer.sigma * C) ** 2
-    spectra = view.spectrum(draws.view(-1, *view.block.shape))
+    spectra = dft(draws.view(-1, *view.block.shape), view.axes)
     assert abs(float((spectra.abs().square() * weights).mean()) / variance - 1) <= V_TOLERANCE
     # Unequal variances widen the error of their mean by at most the ratio of their moments.
-    inverse = (1 / weights).broadcast_to(view.block.grid)
+    inverse = 1 / weights
     widening = float(inverse.square().mean().sqrt() / inverse.mean())
     ratio = float(draws.square().mean()) / (variance * float(inverse.mean()))
     assert abs(ratio - 1) <= V_TOLERANCE * widening
@@ -180,8 +187,8 @@ def clipped_norms(optimizer, delta: dict[str, torch.Tensor]) -> list[tuple[float
         for name in group.blocks:
             view = step.views[name]
             if plan.shaping is not None:
-                weights = view.spread(step.squared_weights[name].sqrt())
-                square += float((view.spectrum(delta[name].double()) * weights).abs().square().sum())
+                energy = dft(delta[name].double(), view.axes).abs().square()
+                square += float((energy * whole_weights(view, step.squared_weights[name])).sum())
             else:
                 square += float(delta[name].double().square().sum())
         rows.append((math.sqrt(square), group.clip_norm))

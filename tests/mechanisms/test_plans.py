@@ -291,7 +291,7 @@ def test_without_noise_a_sum_comes_back_as_the_map_of_the_ball_says(name):
         on_grid = torch.randn(*lead, *block.grid, generator=generator, dtype=torch.float64)
         padded = step.views[block.name].padded
         axes = tuple(range(-len(block.grid), 0))
-        bounded.totals[block.name] = torch.fft.fftn(on_grid, dim=axes, norm="ortho") if padded else on_grid
+        bounded.totals[block.name] = torch.fft.rfftn(on_grid, dim=axes, norm="ortho") if padded else on_grid
         # Shaped sums are kept as they are, and weighted only while the noise joins them.
         released = on_grid if step.shape is not None else ball_map(step, block) @ on_grid.flatten().numpy()
         expected[block.name] = np.asarray(released).reshape(block.shape)

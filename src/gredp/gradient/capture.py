@@ -68,6 +68,18 @@ class _Anchor(torch.autograd.Function):
         return grad, None
 
 
+class _Fresh(torch.autograd.Function):
+    """The same memory as a tensor that is no view, for layers whose backward does not read their output."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        return out.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class Capture:
     """Hooks on one model. `take` hands over what the last backward brought, once."""
 
@@ -213,7 +225,7 @@ class Capture:
             self._receive(unit, number, x, grad.detach(), (leaves, spec, places[0]))
 
         if out._is_view():  # an in-place layer behind it would rewrite the history past the hook
-            out = out.clone()
+            out = _Fresh.apply(out) if unit.rule is not None else out.clone()
         if not out.requires_grad:
             out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))
         out.register_hook(receive)

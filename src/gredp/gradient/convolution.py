@@ -4,32 +4,34 @@ Letters: b record, o and c channels out and in, k kernel offset.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gredp.gradient.per_sample import CHUNK, PerSampleGradient, squares
+from gredp.gradient.per_sample import CHUNK, KEPT, PerSampleGradient, squares
 from gredp.spectrum import fft, grid_energy, mirror, real_basis
 
 #: rounding of Gram sums, relative to the product of the matrices' norms
 GRAM_ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
-#: elements of one layer's per-sample kernels that may be kept between the norms and the sum
-KEPT = 1 << 25
 
 
 @dataclass(frozen=True)
 class Kernels(PerSampleGradient):
     """A convolution's kernels, materialised, in the layout in which they are quickest to make and to use."""
 
-    values: Tensor  # [b, group, k, c, o]: kernel offsets, channels in and out of each group
+    # [b, group, k, c, k', o]: channels in and out of each group; kernel offsets k that shifted the input
+    # and k' that shifted the output gradient, each axis of the kernel among one of the two
+    values: Tensor
     shape: tuple[int, ...]
+    on_gradient: tuple[bool, ...]  # for each axis of the kernel, whether it is among k'
     # What is asked of them first, taken while they were in cache:
-    squares: Tensor | None = None  # [b], squared norms
+    norms: Tensor | None = None  # [b]
     energies: Tensor | None = None  # [b, *grid]
 
     @property
@@ -40,28 +42,42 @@ class Kernels(PerSampleGradient):
     def batch(self) -> int:
         return self.values.shape[0]
 
+    def _offsets_first(self) -> Tensor:
+        """`[b, group, *kernel, c, o]`."""
+        b, groups, _, c, _, o = self.values.shape
+        n = self.grid_axes
+        inner, outer = (
+            [k if g == side else 1 for k, g in zip(self.shape[2:], self.on_gradient)]
+            for side in (False, True)
+        )
+        apart = self.values.view(b, groups, *inner, c, *outer, o)
+        pairs = [axis for a in range(n) for axis in (2 + a, 3 + n + a)]
+        return apart.permute(0, 1, *pairs, 2 + n, 3 + 2 * n).reshape(b, groups, *self.shape[2:], c, o)
+
     def dense(self) -> Tensor:
-        return self.values.permute(0, 1, 4, 3, 2).reshape(self.batch, *self.shape)
+        offsets = range(2, 2 + self.grid_axes)
+        last = 2 + self.grid_axes
+        return self._offsets_first().permute(0, 1, last + 1, last, *offsets).reshape(self.batch, *self.shape)
 
     def squared_norm(self) -> Tensor:
-        return squares(self.values) if self.squares is None else self.squares.double()
+        return squares(self.values) if self.norms is None else self.norms.double().square()
 
     def grid_energy(self) -> Tensor:
         if self.energies is not None:
             return self.energies
         grid = self.shape[2:]
-        b, groups, size, *channels = self.values.shape
+        b, groups, size = self.batch, self.values.shape[1], math.prod(grid)
         if size > 64 or not b:
             return grid_energy(self.dense(), self.grid_axes)
         # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
         basis = real_basis(grid).to(self.values).t().expand(b * groups, size, size)
-        waves = torch.bmm(basis, self.values.view(b * groups, size, math.prod(channels)))
+        waves = torch.bmm(basis, self._offsets_first().reshape(b * groups, size, -1))
         energy = waves.square_().sum(2).view(b, groups, size).sum(1, dtype=torch.float64)
         return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        total = (factors @ self.values.flatten(1)).view(self.values.shape[1:])
-        return total.permute(0, 3, 2, 1).reshape(self.shape)
+        total = (factors @ self.values.flatten(1)).view(1, *self.values.shape[1:])
+        return Kernels(total, self.shape, self.on_gradient).dense()[0]
 
 
 @dataclass(frozen=True)
@@ -112,18 +128,17 @@ class Correlation(PerSampleGradient):
         return self._materialised(spectral)
 
     def _materialised(self, spectral: bool = False) -> "Kernels":
-        size, channels, outputs, _, _ = self._geometry()
-        values = self.x.new_empty(self.batch, self.groups, size, channels, outputs)
-        squares, energies = self.x.new_empty(self.batch), []
+        values = self.x.new_empty(self.batch, *self._layout())
+        norms, energies = self.x.new_empty(self.batch), []
         for part, kernels in self._kernels(values):
             if spectral:
-                energies.append(Kernels(kernels, self.shape).grid_energy())
+                energies.append(kernels.grid_energy())
             else:
-                torch.sum(kernels.flatten(1).square(), 1, out=squares[part])
+                torch.linalg.vector_norm(kernels.values.flatten(1), dim=1, out=norms[part])
         if spectral and energies:
             energy = torch.cat(energies)
-            return Kernels(values, self.shape, energy.flatten(1).sum(1), energy)
-        return Kernels(values, self.shape, squares)
+            return Kernels(values, self.shape, self.split, energy.flatten(1).sum(1).sqrt(), energy)
+        return Kernels(values, self.shape, self.split, norms)
 
     def dense(self) -> Tensor:
         return self._materialised().dense()
@@ -131,13 +146,13 @@ class Correlation(PerSampleGradient):
     def squared_norm(self) -> Tensor:
         if self.batch and _prefer_gram(self._geometry()):
             return self._gram_norm()
-        parts = [kernels.flatten(1).square().sum(1) for _, kernels in self._kernels()]
-        return torch.cat(parts).double() if parts else self.x.new_zeros(0, dtype=torch.float64)
+        parts = [kernels.squared_norm() for _, kernels in self._kernels()]
+        return torch.cat(parts) if parts else self.x.new_zeros(0, dtype=torch.float64)
 
     def grid_energy(self) -> Tensor:
         if self.batch and _prefer_gram(self._geometry(), True):
             return self._gram_energy()
-        parts = [Kernels(kernels, self.shape).grid_energy() for _, kernels in self._kernels()]
+        parts = [kernels.grid_energy() for _, kernels in self._kernels()]
         return torch.cat(parts) if parts else self.x.new_zeros(0, *self.kernel, dtype=torch.float64)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -160,34 +175,103 @@ class Correlation(PerSampleGradient):
             [False, True, False],
         )[1]
 
-    def _geometry(self) -> tuple[int, int, int, int, int]:
-        """Kernel size, channels in and out of one group, padded input and output positions."""
-        outputs = self.shape[0] // self.groups
-        positions = math.prod(self.gradient.shape[2:])
-        return math.prod(self.kernel), self.shape[1], outputs, math.prod(self.padded_grid), positions
+    def _geometry(self) -> "Geometry":
+        """What the cost of the ways depends on."""
+        return Geometry(
+            self.shape[1],
+            self.shape[0] // self.groups,
+            tuple(zip(self.kernel, self.stride, self._reach)),
+            tuple(self.gradient.shape[2:]),
+            math.prod(self.padded_grid),
+        )
 
-    def _kernels(self, values: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of the batch with their kernels, laid out as in `Kernels`, written into `values` if given.
+    @property
+    def _zeros(self) -> bool:
+        """Whether the padding is of zeros, which need not be there to be multiplied."""
+        return self.mode == "constant" and min(self.pads, default=0) >= 0
 
-        One batched product of unfolded windows with the output gradient, over few enough records to
-        stay in cache: there the windows are cheap to copy. The product is taken in this order because
-        there are more windows than outputs, which matrix libraries like better.
+    @property
+    def _reach(self) -> tuple[int, ...]:
+        """Positions of the input that are read."""
+        return tuple(self.x.shape[2:]) if self._zeros else self.padded_grid
+
+    @cached_property
+    def split(self) -> tuple[bool, ...]:
+        """For each axis of the kernel, whether its offsets shift the output gradient instead of the input."""
+        return _cheapest_split(self._geometry())
+
+    def _layout(self) -> tuple[int, ...]:
+        """A record's kernels as `Kernels` keeps them."""
+        geometry = self._geometry()
+        inner, outer = geometry.offsets(self.split)
+        return (self.groups, inner, geometry.channels, outer, geometry.outputs)
+
+    def _kernels(self, values: Tensor | None = None) -> Iterator[tuple[slice, Kernels]]:
+        """Slices of the batch with their kernels, written into `values` if given.
+
+        κ_δ = Σ_p g_p x_{p+δ}, and where the stride is 1 also Σ_p g_{p−δ} x_p. So the offsets of some
+        axes may shift copies of the input, those of others copies of the output gradient, and one
+        batched product of the two gives all offsets: fewer copies than windows of the whole kernel
+        would take, and a squarer product, which matrix libraries like better. Over few enough records
+        to stay in cache, where copies are cheap.
         """
-        size, channels, outputs, _, positions = self._geometry()
-        width, out = channels * size, self.gradient.shape[2:]
+        layout, split = self._layout(), self.split
+        groups, inner, channels, outer, outputs = layout
+        positions = self._geometry().positions(split)
+        rows, columns = inner * channels, outer * outputs
+        held = ((rows + columns) * math.prod(positions) + rows * columns) * groups
         chunk = CHUNK * torch.get_num_threads()  # each has a cache of its own
-        step = max(1, min(chunk // max(1, width * positions * self.groups), self.batch))
-        buffer = self.x.new_empty(step, self.groups, *self.kernel, channels, *out)
-        for part, x in self._padded_parts(step):
-            count, (record, channel, *inner) = len(x), x.stride()
-            offsets, places = ([s * n for s, n in zip(inner, by)] for by in (self.dilation, self.stride))
-            strides = (record, channels * channel, *offsets, channel, *places)
-            windows = x.as_strided((count, *buffer.shape[1:]), strides, x.storage_offset())
-            left = buffer[:count].copy_(windows).view(count * self.groups, width, positions)
-            right = self.gradient[part].reshape(count * self.groups, outputs, positions)
-            target = None if values is None else values[part].view(count * self.groups, width, outputs)
+        step = max(1, min(chunk // max(1, held), self.batch))
+        shift_input = self._shifts(self.x.new_zeros(step, groups, inner, channels, *positions), False)
+        shift_gradient = self._shifts(self.x.new_zeros(step, groups, outer, outputs, *positions), True)
+        for start in range(0, self.batch, step):
+            part = slice(start, min(start + step, self.batch))
+            x = self.x[part] if self._zeros else replace(self, x=self.x[part]).padded
+            left, right = shift_input(x), shift_gradient(self.gradient[part])
+            target = None if values is None else values[part].view(-1, rows, columns)
             product = torch.bmm(left, right.transpose(1, 2), out=target)
-            yield part, product.view(count, self.groups, size, channels, outputs)
+            yield part, Kernels(product.view(-1, *layout), self.shape, split)
+
+    def _shifts(self, buffer: Tensor, gradient: bool) -> Callable[[Tensor], Tensor]:
+        """A function of `[records, channels, *]`: at each offset of the axes that shift it, side by side.
+
+        It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The
+        buffer's zeros stay wherever an offset reaches beyond the source, in every call alike.
+        """
+        _, groups, offsets, channels, *positions = buffer.shape
+        source = self.gradient.shape[2:] if gradient else self._reach
+        if offsets == 1 and tuple(source) == tuple(positions) and (gradient or not any(self.pads)):
+            return lambda x: x.reshape(-1, channels, math.prod(positions))
+        own = [range(k) if g == gradient else range(1) for k, g in zip(self.kernel, self.split)]
+        moves: list[tuple[Any, Any]] = []
+        for index, offset in enumerate(product(*own)):
+            places = [self._overlap(axis, delta, gradient) for axis, delta in enumerate(offset)]
+            if all(to.start < to.stop for to, _ in places):
+                target, at = ([pair[side] for pair in places] for side in (0, 1))
+                moves.append(((..., index, slice(None), *target), (..., *at)))
+
+        def shift(x: Tensor) -> Tensor:
+            x = x.unflatten(1, (groups, channels))
+            shifted = buffer[: len(x)]
+            for target, at in moves:
+                shifted[target] = x[at]
+            return shifted.view(-1, offsets * channels, math.prod(positions))
+
+        return shift
+
+    def _overlap(self, axis: int, delta: int, gradient: bool) -> tuple[slice, slice]:
+        """Where on one axis an offset leaves source and target in view of each other: (target, source)."""
+        before = self.pads[-2 - 2 * axis] if self._zeros else 0
+        size, out, stride = self._reach[axis], self.gradient.shape[2 + axis], self.stride[axis]
+        if self.split[axis] != gradient:  # this axis shifts the other side: taken as it is
+            whole = slice(0, size if self.split[axis] else out)
+            return whole, whole
+        shift = delta * self.dilation[axis] - before
+        if gradient:  # g_{p−δ} at each position p of the input
+            low, high = max(0, shift), min(size, out + shift)
+            return slice(low, high), slice(low - shift, high - shift)
+        low, high = max(0, -(shift // stride)), min(out, (size - 1 - shift) // stride + 1)
+        return slice(low, high), slice(low * stride + shift, (high - 1) * stride + shift + 1, stride)
 
     def _padded_parts(self, step: int) -> Iterator[tuple[slice, Tensor]]:
         """Slices of `step` records with their padded inputs, valid until the next one is asked for.
@@ -243,8 +327,9 @@ class Correlation(PerSampleGradient):
         cancel, so an allowance for their rounding, a small multiple of the two matrices' norms, comes
         along: added to a result, it keeps this from falling short of the truth.
         """
-        _, channels, outputs, area, positions = self._geometry()
-        out = self.gradient.shape[2:]
+        channels, outputs = self.shape[1], self.shape[0] // self.groups
+        area, out = math.prod(self.padded_grid), self.gradient.shape[2:]
+        positions = math.prod(out)
         step = max(1, CHUNK // (area * area * self.groups))
         for part, padded in self._padded_parts(step):
             x, x_size = _unit(padded.reshape(-1, channels, area))
@@ -289,9 +374,10 @@ class Correlation(PerSampleGradient):
         return self._padded_product("bgc...,bgo...->bgoc...").flatten(1, 2)
 
     def padded_sum(self, factors: Tensor) -> Tensor:
-        """`[o, c, *padded]`: Σ_b factors_b · spectrum_b."""
+        """`[o, c, *half]`: Σ_b factors_b · spectrum_b, over the half of the padded grid that says it all."""
         scaled = replace(self, gradient=self.gradient * factors.view(-1, *[1] * (self.gradient.dim() - 1)))
-        return scaled._padded_product("bgc...,bgo...->goc...").flatten(0, 1)
+        total = scaled._padded_product("bgc...,bgo...->goc...").flatten(0, 1)
+        return total[..., : self.padded_grid[-1] // 2 + 1]
 
     def _padded_product(self, equation: str) -> Tensor:
         x, g = self._padded_spectra()
@@ -305,20 +391,58 @@ def _unit(m: Tensor) -> tuple[Tensor, Tensor]:
     return m / size.view(-1, *[1] * (m.dim() - 1)), size.double()
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """One group of a convolution, as far as its cost goes."""
+
+    channels: int
+    outputs: int
+    axes: tuple[tuple[int, int, int], ...]  # kernel, stride and input of each axis
+    out: tuple[int, ...]
+    area: int  # positions of the padded input
+
+    def offsets(self, split: tuple[bool, ...]) -> tuple[int, int]:
+        """Kernel offsets that shift the input, and those that shift the output gradient."""
+        inner, outer = (
+            math.prod(k for (k, _, _), g in zip(self.axes, split) if g == side) for side in (0, 1)
+        )
+        return inner, outer
+
+    def positions(self, split: tuple[bool, ...]) -> tuple[int, ...]:
+        """Where both are multiplied: an axis that shifts the gradient runs over the input."""
+        return tuple(size if g else out for (_, _, size), out, g in zip(self.axes, self.out, split))
+
+    def cost(self, split: tuple[bool, ...]) -> float:
+        """Nanoseconds for a record's kernels on one core; only their order matters.
+
+        Products at about 40 multiply-adds a nanosecond, copies at about one and a half elements; each
+        element of the result costs fresh memory and a look for the norm.
+        """
+        inner, outer = self.offsets(split)
+        rows, columns = self.channels * inner, self.outputs * outer
+        copied = rows * (inner > 1) + columns * (outer > 1)
+        return math.prod(self.positions(split)) * (rows * columns / 40 + copied / 1.5) + rows * columns
+
+
 @lru_cache(maxsize=1024)
-def _prefer_gram(geometry: tuple[int, int, int, int, int], spectral: bool = False) -> bool:
+def _cheapest_split(geometry: Geometry) -> tuple[bool, ...]:
+    choices = product(
+        *[(False, True) if k > 1 and stride == 1 else (False,) for k, stride, _ in geometry.axes]
+    )
+    return min(choices, key=geometry.cost)
+
+
+@lru_cache(maxsize=1024)
+def _prefer_gram(geometry: Geometry, spectral: bool = False) -> bool:
     """Whether two Gram matrices and a weight gradient cost less than kernels of every record.
 
     `spectral` asks for energies by frequency, which take a window for each pair of kernel offsets.
-
-    Nanoseconds for a record on one core, from products at about 45 multiply-adds a nanosecond and
-    copies at about one element a nanosecond; only their order matters.
     """
-    size, channels, outputs, area, positions = geometry
-    multiplications = size * channels * outputs * positions
-    kernels = multiplications / 40 + size * channels * positions / 1.5 + size * channels * outputs / 2
+    size, positions = math.prod(k for k, _, _ in geometry.axes), math.prod(geometry.out)
+    channels, outputs, area = geometry.channels, geometry.outputs, geometry.area
+    kernels = geometry.cost(_cheapest_split(geometry))
     windows = (size * (size + 1) / 2 + 2 * size) if spectral else size
     gram = (area**2 * channels + positions**2 * outputs) / 40 + 1.2 * windows * positions**2
     if spectral:
-        kernels += size**2 * channels * outputs / 40
-    return gram + multiplications / 45 < kernels
+        kernels += 1.5 * size * channels * outputs
+    return gram + size * channels * outputs * positions / 45 < kernels

@@ -64,7 +64,7 @@ class NoisySum:
     """The released value of one step, in the domain where it was noised. Safe to publish."""
 
     bounded: BoundedSum
-    values: dict[str, Tensor]  # real without a transform, else complex spectra
+    values: dict[str, Tensor]  # real without a transform, else complex spectra over the half grid
     shares: Tensor | None
 
 
@@ -88,24 +88,22 @@ def add_noise(
             total = bounded.totals.get(name)
             if total is None:
                 total = _empty_sum(view, parameters[name])
-            real = total.real if total.is_complex() else total
             if plan.transform == "none":
                 values[name] = total
                 if group.noise_std:
-                    values[name] = total + group.noise_std * source.normal(view.block.shape, real)
+                    draw = source.normal(view.block.shape, total)
+                    values[name] = draw.mul_(group.noise_std).add_(total)
                 continue
+            real = total.real if total.is_complex() else total
             weights = view.spread(squared_weights[name].to(real).sqrt())
             spectrum = view.spectrum(total) * weights
-            if plan.noise_parts is None:
-                # A real draw carried through the transform is Hermitian: nothing goes to imaginary parts.
-                noise = view.spectrum(source.normal(view.block.shape, real))
-            else:
-                a, b = plan.noise_parts
-                shape = tuple(spectrum.shape)
-                noise = torch.complex(a * source.normal(shape, real), b * source.normal(shape, real))
-                if plan.keep_ratio is not None:
-                    noise = noise * weights  # 1 in the kept band, 0 outside: what is dropped stays zero
-            values[name] = spectrum + group.noise_std * noise
+            # Real white noise has the spectrum of a = b = 1, and nothing of it goes to imaginary parts.
+            parts = view.noise_parts(*(plan.noise_parts or (1.0, 1.0))) * group.noise_std
+            draw = source.normal((*spectrum.shape, 2), real).mul_(parts.to(real))
+            noise = torch.view_as_complex(draw)
+            if plan.keep_ratio is not None:
+                noise *= weights  # 1 in the kept band, 0 outside: what is dropped stays zero
+            values[name] = noise.add_(spectrum)
     shares = bounded.shares
     if plan.shaping is not None:
         if shares is None:
@@ -122,4 +120,5 @@ def _empty_sum(view: BlockView, like: Tensor) -> Tensor:
         return torch.zeros(view.block.shape, dtype=dtype, device=like.device)
     lead = like.shape[: like.dim() - view.axes]
     dtype = torch.complex128 if double else torch.complex64
-    return torch.zeros(*lead, *view.block.grid, dtype=dtype, device=like.device)
+    half = (*view.block.grid[:-1], view.length // 2 + 1)
+    return torch.zeros(*lead, *half, dtype=dtype, device=like.device)

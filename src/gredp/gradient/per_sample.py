@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.spectrum import fft, grid_energy, ifft
+from gredp.spectrum import grid_energy, half_fft, half_ifft, square_modulus, whole_energy
 
 #: elements that are worked on at once where gradients are materialised: what a core's cache holds
 CHUNK = 1 << 20
+#: elements of one layer's materialised gradients that may be kept between the norms and the sum
+KEPT = 1 << 25
 
 
 class PerSampleGradient(ABC):
@@ -81,6 +83,7 @@ class Dense(PerSampleGradient):
 
     values: Tensor  # [b, *shape]
     grid_axes: int = 1
+    energies: Tensor | None = None  # [b, *grid], where they were asked for early
 
     @property
     def batch(self) -> int:
@@ -90,7 +93,11 @@ class Dense(PerSampleGradient):
         return self.values
 
     def squared_norm(self) -> Tensor:
-        return self.values.reshape(self.batch, math.prod(self.values.shape[1:])).square().sum(1).double()
+        flat = self.values.reshape(self.batch, math.prod(self.values.shape[1:]))
+        return torch.linalg.vector_norm(flat, dim=1).double().square()
+
+    def grid_energy(self) -> Tensor:
+        return super().grid_energy() if self.energies is None else self.energies
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,23 @@ class Outer(PerSampleGradient):
         return self.left.shape[0]
 
     def dense(self) -> Tensor:
-        return torch.einsum("bto,bti->boi", self.left, self.right)
+        return torch.bmm(self.left.transpose(1, 2), self.right)
+
+    def settled(self, spectral: bool) -> PerSampleGradient:
+        """Of a sequence, the product itself where it fits: no second one is needed for the sum then."""
+        _, positions, o = self.left.shape
+        i = self.right.shape[2]
+        # Two Gram matrices and the product over all records, against the product and looks at the result.
+        gram = positions * positions * (o + i) / 20 + positions * o * i / 45
+        if positions == 1 or self.batch * o * i > KEPT or gram < positions * o * i / 40 + 2 * o * i:
+            return self
+        values = self.left.new_empty(self.batch, o, i)
+        energies = []
+        for part, chunk in self._chunks(o * i):
+            torch.bmm(chunk.left.transpose(1, 2), chunk.right, out=values[part])
+            if spectral:
+                energies.append(grid_energy(values[part], 1))
+        return Dense(values, 1, torch.cat(energies) if energies else None)
 
     def squared_norm(self) -> Tensor:
         positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]
@@ -115,21 +138,22 @@ class Outer(PerSampleGradient):
         if positions * (o + i) < o * i:
             # ‖Σ_t l_t r_tᵀ‖² = Σ_ts (l_t·l_s)(r_t·r_s): two Gram matrices instead of the product
             return torch.mul(_gram(self.left), _gram(self.right)).sum((1, 2))
-        return torch.cat([squares(c.dense()) for c in self._chunks(o * i)])
+        return torch.cat([squares(c.dense()) for _, c in self._chunks(o * i)])
 
     def grid_energy(self) -> Tensor:
         if self.left.shape[1] == 1:
-            return squares(self.left)[:, None] * fft(self.right, 1).abs().double().square().sum(1)
+            right = whole_energy(square_modulus(half_fft(self.right[:, 0], 1)), self.right.shape[2:])
+            return squares(self.left)[:, None] * right
         size = self.left.shape[2] * self.right.shape[2]
-        return torch.cat([grid_energy(c.dense(), 1) for c in self._chunks(size)])
+        return torch.cat([grid_energy(c.dense(), 1) for _, c in self._chunks(size)])
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         left = self.left * factors[:, None, None]
         return left.flatten(0, 1).t() @ self.right.flatten(0, 1)
 
-    def _chunks(self, size: int) -> Iterator["Outer"]:
+    def _chunks(self, size: int) -> Iterator[tuple[slice, "Outer"]]:
         for part in _parts(self.batch, size):
-            yield replace(self, left=self.left[part], right=self.right[part])
+            yield part, replace(self, left=self.left[part], right=self.right[part])
 
 
 @dataclass(frozen=True)
@@ -144,14 +168,17 @@ class Circulant(PerSampleGradient):
     def batch(self) -> int:
         return self.left.shape[0]
 
+    @property
+    def length(self) -> int:
+        return self.left.shape[-1]
+
     def _spectra(self) -> tuple[Tensor, Tensor]:
-        return fft(self.left, 1), fft(self.right, 1).conj()
+        return half_fft(self.left, 1), half_fft(self.right, 1)
 
     def dense(self) -> Tensor:
         left, right = self._spectra()
-        d = left.shape[-1]
-        product = torch.einsum("btpk,btqk->bpqk", left, right) * math.sqrt(d)
-        return ifft(product, 1).real
+        product = torch.einsum("btpk,btqk->bpqk", left, right.conj())
+        return half_ifft(product * math.sqrt(self.length), 1, self.length)
 
     def squared_norm(self) -> Tensor:
         return self.grid_energy().sum(1)
@@ -160,15 +187,14 @@ class Circulant(PerSampleGradient):
         if self.left.shape[1] != 1:
             return grid_energy(self.dense(), 1)
         # Parseval: the sums over blocks part, so O(p + q) instead of O(pq) for each frequency
-        left, right = (m.abs().double().square().sum((1, 2)) for m in self._spectra())
-        return left * right * self.left.shape[-1]
+        left, right = (square_modulus(m).sum((1, 2)) for m in self._spectra())
+        return whole_energy(left * right * self.length, (self.length,))
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         left, right = self._spectra()
         left = (left * factors[:, None, None, None]).flatten(0, 1)
-        product = left.permute(2, 1, 0) @ right.flatten(0, 1).permute(2, 0, 1)  # [k, p, q]
-        d = self.left.shape[-1]
-        return ifft(product.permute(1, 2, 0) * math.sqrt(d), 1).real
+        product = left.permute(2, 1, 0) @ right.conj().flatten(0, 1).permute(2, 0, 1)  # [k, p, q]
+        return half_ifft(product.permute(1, 2, 0) * math.sqrt(self.length), 1, self.length)
 
 
 @dataclass(frozen=True)

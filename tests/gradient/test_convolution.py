@@ -1,0 +1,144 @@
+"""The ways to a convolution's kernels and norms: each equal to the truth, each chosen where it pays."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import oracles
+from gredp.gradient import convolution
+from gredp.gradient.convolution import Correlation, Geometry, _cheapest_split, _prefer_gram
+from gredp.spectrum import grid_energy
+
+GEOMETRY = ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))
+
+
+def cancelling(records: int, channels: int, outputs: int, size: int, left: float) -> Correlation:
+    """Inputs nearly constant over positions against output gradients that nearly sum to zero there."""
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(records, channels, 1, 1, generator=generator).expand(-1, -1, size, size)
+    x = x + left * torch.randn(records, channels, size, size, generator=generator)
+    sign = torch.ones(size, size)
+    sign[:, ::2] = -1
+    g = torch.randn(records, outputs, 1, 1, generator=generator) * sign
+    g = g + left * torch.randn(records, outputs, size, size, generator=generator)
+    return Correlation(x * 1e4, g * 1e-3, *GEOMETRY)
+
+
+def exact(correlation: Correlation) -> torch.Tensor:
+    double = Correlation(correlation.x.double(), correlation.gradient.double(), *GEOMETRY)
+    return double.dense().flatten(1).square().sum(1)
+
+
+@pytest.mark.parametrize("left", [1.0, 1e-2, 1e-4, 0.0])
+@pytest.mark.parametrize(("channels", "outputs", "size"), [(128, 128, 8), (64, 256, 4), (512, 512, 2)])
+def test_norm_is_not_short_where_the_sum_cancels(channels, outputs, size, left):
+    """A norm that comes out too small lets a record pass the clip; too large by a little is harmless."""
+    correlation = cancelling(6, channels, outputs, size, left)
+    found, truth = correlation._gram_norm(), exact(correlation)
+    assert (found >= truth * (1 - 2e-6)).all()
+    if left == 1.0:  # an ordinary record is not clipped noticeably harder
+        assert (found <= truth * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "groups", "pads", "shape"),
+    [
+        ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1), (4, 4)),
+        ((3, 2), (2, 1), (1, 2), 2, (0, 1, 2, 2), (5, 6)),
+        ((4,), (1,), (1,), 1, (0, 0), (7,)),
+        ((2, 1, 3), (1, 1, 1), (1, 1, 1), 1, (0,) * 6, (3, 2, 4)),
+        ((1, 1), (1, 1), (1, 1), 1, (0,) * 4, (3, 3)),
+    ],
+    ids=str,
+)
+def test_energies_by_frequency_equal_those_of_the_kernels(kernel, stride, dilation, groups, pads, shape):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, *shape, dtype=torch.float64)
+    padded = [n + a + b for n, a, b in zip(shape, pads[-2::-2], pads[::-2])]
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(padded, dilation, kernel, stride)]
+    g = torch.randn(3, 6, *out, dtype=torch.float64)
+    correlation = Correlation(x, g, kernel, stride, dilation, groups, pads)
+    truth = grid_energy(correlation.dense(), len(kernel))
+    torch.testing.assert_close(correlation._gram_energy(), truth, rtol=1e-9, atol=1e-9)
+    total = truth.flatten(1).sum(1)
+    torch.testing.assert_close(correlation._gram_norm(), total, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("left", [1.0, 1e-3])
+def test_no_frequency_falls_short_where_the_sums_cancel(left):
+    correlation = cancelling(6, 128, 128, 8, left)
+    truth = grid_energy(
+        Correlation(correlation.x.double(), correlation.gradient.double(), *GEOMETRY).dense(), 2
+    )
+    found = correlation._gram_energy()
+    assert (found >= truth * (1 - 2e-6)).all()
+    if left == 1.0:
+        assert (found <= truth * (1 + 2e-3)).all()
+
+
+def square(kernel: int, channels: int, outputs: int, size: int, out: int) -> Geometry:
+    pads = out + kernel - 1 - size
+    return Geometry(channels, outputs, ((kernel, 1, size),) * 2, (out, out), (size + pads) ** 2)
+
+
+def test_small_maps_with_large_kernels_take_the_gram_path():
+    assert _prefer_gram(square(3, 128, 128, 8, 8))
+    assert _prefer_gram(square(3, 128, 128, 8, 8), spectral=True)
+    assert _prefer_gram(square(3, 512, 512, 3, 3))
+    assert not _prefer_gram(square(3, 32, 32, 32, 32))
+    assert not _prefer_gram(square(3, 64, 64, 16, 16), spectral=True)
+    assert not _prefer_gram(square(5, 1, 6, 28, 28))
+
+
+def test_offsets_shift_the_side_that_is_cheaper_to_copy():
+    assert _cheapest_split(square(3, 3, 16, 32, 32)) == (False, False)
+    assert sum(_cheapest_split(square(3, 16, 16, 32, 32))) == 1
+    assert _cheapest_split(square(3, 64, 4, 32, 32)) == (True, True)
+    strided = Geometry(16, 16, ((3, 2, 32),) * 2, (16, 16), 34**2)
+    assert _cheapest_split(strided) == (False, False)  # κ_δ = Σ g_{p−δ} x_p needs a stride of 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "groups", "pads", "shape", "mode"),
+    [
+        ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1), (4, 5), "constant"),
+        ((3, 2), (2, 1), (1, 2), 2, (0, 1, 2, 2), (5, 6), "constant"),
+        ((2, 3), (1, 1), (2, 1), 2, (3, 0, 1, 4), (5, 4), "constant"),
+        ((3, 3), (1, 1), (1, 1), 1, (1, 1, 2, 1), (4, 5), "reflect"),
+        ((3, 3), (1, 1), (1, 1), 2, (0, 0, 0, 0), (3, 4), "constant"),
+        ((5, 5), (1, 1), (1, 1), 1, (4, 4, 4, 4), (2, 1), "constant"),
+        ((3,), (3,), (2,), 1, (2, 2), (8,), "constant"),
+        ((2, 1, 3), (1, 1, 1), (1, 1, 1), 1, (0, 1, 0, 0, 1, 1), (3, 2, 4), "constant"),
+        ((1, 1), (2, 2), (1, 1), 1, (0,) * 4, (3, 4), "constant"),
+        ((1, 1), (1, 1), (1, 1), 1, (1,) * 4, (3, 4), "constant"),
+    ],
+    ids=str,
+)
+def test_every_split_of_the_offsets_gives_the_kernels(
+    kernel, stride, dilation, groups, pads, shape, mode, monkeypatch
+):
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, *shape, dtype=torch.float64)
+    padded = F.pad(x, pads, mode=mode)
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(padded.shape[2:], dilation, kernel, stride)]
+    g = torch.randn(5, 6, *out, dtype=torch.float64)
+    weight = torch.zeros(6, 4 // groups, *kernel, dtype=torch.float64, requires_grad=True)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(kernel) - 1]
+
+    def gradient(i: int) -> torch.Tensor:
+        y = convolve(padded[i : i + 1], weight, None, stride, 0, dilation, groups)
+        return torch.autograd.grad(y, weight, g[i : i + 1])[0]
+
+    truth = torch.stack([gradient(i) for i in range(5)])
+    for split in product(*[(False, True) if s == 1 else (False,) for s in stride]):
+        for chunk in (1, 1 << 20):  # one record at a time, and all at once
+            monkeypatch.setattr(convolution, "CHUNK", chunk)
+            monkeypatch.setattr(convolution, "_cheapest_split", lambda geometry, split=split: split)
+            found = Correlation(x, g, kernel, stride, dilation, groups, pads, mode)._materialised()
+            torch.testing.assert_close(found.dense(), truth, rtol=1e-9, atol=1e-9)
+            energies = oracles.grid_energy(truth, len(kernel))
+            torch.testing.assert_close(found.grid_energy(), energies, rtol=1e-9, atol=1e-9)
+            factors = torch.arange(5.0, dtype=torch.float64)
+            torch.testing.assert_close(found.weighted_sum(factors), torch.tensordot(factors, truth, 1))
