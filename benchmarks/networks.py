@@ -40,11 +40,11 @@ NETWORKS = (*IMAGES, "mlp", "transformer")
 
 
 def network(name: str, batch: int | None = None) -> tuple[nn.Module, Tensor]:
-    """A fresh network in training mode and one batch for it."""
+    """A fresh network in training mode and one batch for it; mlp256 is an mlp of width 256."""
     torch.manual_seed(0)
     size = batch or BATCH.get(name, 128)
-    if name == "mlp":
-        return mlp(), torch.randn(size, 784)
+    if name.startswith("mlp"):
+        return mlp(int(name[3:] or 1024)), torch.randn(size, 784)
     if name == "transformer":
         return SmallTransformer(), torch.randint(0, 1000, (size, 64))
     return build(name, IMAGES[name], 10), torch.randn(size, *IMAGES[name])

@@ -26,9 +26,10 @@ QUICK_VARIANTS = ("plain", "dpsgd", "gredp", "gredp shaped", "opacus hooks", "op
 class Worker:
     """A process that steps when told to; a variant that fails says why and takes no part."""
 
-    def __init__(self, network: str, variant: str, batch: int, threads: int) -> None:
+    def __init__(self, network: str, variant: str, batch: int, threads: int, *physical: int) -> None:
         self.variant, self.seconds, self.peak, self.error = variant, [], 0, ""
-        command = [sys.executable, str(HERE / "worker.py"), network, variant, str(batch), str(threads)]
+        sizes = map(str, (batch, threads, *physical))
+        command = [sys.executable, str(HERE / "worker.py"), network, variant, *sizes]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

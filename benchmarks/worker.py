@@ -1,6 +1,8 @@
 """One variant of one network in a process of its own: builds it, then steps whenever it is asked to.
 
-python benchmarks/worker.py NETWORK VARIANT BATCH    (driven by step_time.py over standard input)
+python benchmarks/worker.py NETWORK VARIANT BATCH THREADS [PHYSICAL]    (driven over standard input)
+
+A batch of 0 is the network's own; PHYSICAL records are in memory at once.
 """
 
 import json
@@ -28,8 +30,8 @@ OURS: dict[str, dict[str, Any]] = {
 VARIANTS = ("plain", *OURS, "opacus hooks", "opacus ghost")
 
 
-def stepper(name: str, variant: str, batch: int | None) -> Callable[[], None]:
-    """A function that performs one whole training step of this variant."""
+def stepper(name: str, variant: str, batch: int | None, physical: int | None = None) -> Callable[[], None]:
+    """A function that performs one whole training step of this variant, in parts of `physical` records."""
     model, x = network(name, batch)
     y = torch.randint(0, 10, (len(x),))
     criterion: Any = nn.CrossEntropyLoss()
@@ -56,10 +58,16 @@ def stepper(name: str, variant: str, batch: int | None) -> Callable[[], None]:
         criterion = made[2] if mode == "ghost" else criterion
     set_train(model)
 
+    parts = list(zip(x.split(physical or len(x)), y.split(physical or len(x))))
+
     def step() -> None:
         optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
+        for number, (inputs, labels) in enumerate(parts, 1):
+            criterion(model(inputs), labels).backward()
+            if len(parts) > 1 and variant in OURS:
+                optimizer.signal_skip_step(number < len(parts))
+            if number == len(parts) or variant in OURS:
+                optimizer.step()
 
     return step
 
@@ -78,13 +86,13 @@ def resident() -> int:
 
 
 def main() -> None:
-    name, variant, batch, threads = sys.argv[1:5]
+    name, variant, batch, threads, *physical = sys.argv[1:]
     warnings.simplefilter("ignore")
     torch.set_num_threads(int(threads))
     if variant.startswith("opacus"):
         import opacus  # noqa: F401  its import is not part of the step's memory
     before = resident()
-    step = stepper(name, variant, int(batch) or None)
+    step = stepper(name, variant, int(batch) or None, *map(int, physical))
     step()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

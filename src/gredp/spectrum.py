@@ -105,8 +105,17 @@ def grid_energy(values: Tensor, axes: int) -> Tensor:
     grid = tuple(values.shape[values.dim() - axes :])
     lead = tuple(range(1, values.dim() - axes))
     if not 1 < math.prod(grid) <= 64:
-        energy = square_modulus(half_fft(values, axes))
-        return whole_energy(energy.sum(lead) if lead else energy, grid)
+        spectrum = half_fft(values, axes)
+        if not lead or not values.numel():
+            return whole_energy(
+                square_modulus(spectrum).sum(lead) if lead else square_modulus(spectrum), grid
+            )
+        parts = torch.view_as_real(spectrum).square_().flatten(1, len(lead)).flatten(2)
+        # A product with ones: sums over leading axes are slow otherwise.
+        energy = torch.matmul(parts.new_ones(1, parts.shape[1]), parts)[:, 0].double()
+        return whole_energy(
+            energy.view(*spectrum.shape[:1], *spectrum.shape[1 + len(lead) :], 2).sum(-1), grid
+        )
     # Kernels are too small for an FFT to pay; one real matrix product gives the same energies.
     flat = values.reshape(values.shape[0], math.prod(values.shape[1 : values.dim() - axes]), math.prod(grid))
     energy = (flat @ real_basis(grid).to(flat)).square().sum(1, dtype=torch.float64)

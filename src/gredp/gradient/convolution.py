@@ -14,11 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gredp.gradient.per_sample import CHUNK, KEPT, PerSampleGradient, squares
+from gredp.gradient.per_sample import CHUNK, GRAM_ROUNDING, KEPT, PerSampleGradient, squares, unit
 from gredp.spectrum import fft, grid_energy, mirror, real_basis
-
-#: rounding of Gram sums, relative to the product of the matrices' norms
-GRAM_ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
 @dataclass(frozen=True)
@@ -332,8 +329,8 @@ class Correlation(PerSampleGradient):
         positions = math.prod(out)
         step = max(1, CHUNK // (area * area * self.groups))
         for part, padded in self._padded_parts(step):
-            x, x_size = _unit(padded.reshape(-1, channels, area))
-            g, g_size = _unit(self.gradient[part].reshape(-1, outputs, positions))
+            x, x_size = unit(padded.reshape(-1, channels, area))
+            g, g_size = unit(self.gradient[part].reshape(-1, outputs, positions))
             gram = (x.transpose(1, 2) @ x).view(-1, *self.padded_grid, *self.padded_grid)
             right = (g.transpose(1, 2) @ g).flatten(1)
             columns, largest = [], torch.zeros((), device=x.device)
@@ -382,13 +379,6 @@ class Correlation(PerSampleGradient):
     def _padded_product(self, equation: str) -> Tensor:
         x, g = self._padded_spectra()
         return torch.einsum(equation, x, g) * math.sqrt(math.prod(self.padded_grid))
-
-
-def _unit(m: Tensor) -> tuple[Tensor, Tensor]:
-    """`[b, *]` → the same with each record's largest entry brought to 1, and `[b]` these entries."""
-    size = m.flatten(1).abs().amax(1)
-    size = size.where(size != 0, 1.0)
-    return m / size.view(-1, *[1] * (m.dim() - 1)), size.double()
 
 
 @dataclass(frozen=True)

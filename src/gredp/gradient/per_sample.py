@@ -21,6 +21,8 @@ from gredp.spectrum import grid_energy, half_fft, half_ifft, square_modulus, who
 CHUNK = 1 << 20
 #: elements of one layer's materialised gradients that may be kept between the norms and the sum
 KEPT = 1 << 25
+#: rounding of a sum of products of two Gram matrices, relative to the product of their norms
+GRAM_ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
 class PerSampleGradient(ABC):
@@ -120,7 +122,7 @@ class Outer(PerSampleGradient):
         _, positions, o = self.left.shape
         i = self.right.shape[2]
         # Two Gram matrices and the product over all records, against the product and looks at the result.
-        gram = positions * positions * (o + i) / 20 + positions * o * i / 45
+        gram = positions * positions * (o + i) / 40 + positions * o * i / 45 + positions * (o + i) / 2
         if positions == 1 or self.batch * o * i > KEPT or gram < positions * o * i / 40 + 2 * o * i:
             return self
         values = self.left.new_empty(self.batch, o, i)
@@ -136,9 +138,24 @@ class Outer(PerSampleGradient):
         if positions == 1:
             return squares(self.left) * squares(self.right)
         if positions * (o + i) < o * i:
-            # ‖Σ_t l_t r_tᵀ‖² = Σ_ts (l_t·l_s)(r_t·r_s): two Gram matrices instead of the product
-            return torch.mul(_gram(self.left), _gram(self.right)).sum((1, 2))
+            return self._gram_norm()
         return torch.cat([squares(c.dense()) for _, c in self._chunks(o * i)])
+
+    def _gram_norm(self) -> Tensor:
+        """‖Σ_t l_t r_tᵀ‖² = Σ_ts (l_t·l_s)(r_t·r_s): two Gram matrices instead of the product.
+
+        The sum cancels where positions oppose each other, so an allowance for its rounding comes on
+        top: a norm that came out too small would let a record pass the clip. Both factors are brought
+        to size one first, or the square of a small one could vanish.
+        """
+        sizes, grams = [], []
+        for factor in (self.left, self.right):
+            m, size = unit(factor)
+            grams.append((m @ m.transpose(1, 2)).flatten(1))
+            sizes.append(size)
+        total = torch.linalg.vecdot(*grams).double().clamp(min=0)
+        margin = (squares(grams[0]) * squares(grams[1])).sqrt() * GRAM_ROUNDING[self.dtype]
+        return (total + margin) * (sizes[0] * sizes[1]).square()
 
     def grid_energy(self) -> Tensor:
         if self.left.shape[1] == 1:
@@ -205,6 +222,7 @@ class Lookup(PerSampleGradient):
     gradient: Tensor  # [b, t, i], zero at the padding index
     rows: int
     grid_axes: int = 1
+    distinct: bool = False  # whether at most one position of a row is not zero
 
     @property
     def batch(self) -> int:
@@ -215,17 +233,17 @@ class Lookup(PerSampleGradient):
         out = self.gradient.new_zeros(b, self.rows, i)
         return out.scatter_add_(1, self.ids[..., None].expand(b, t, i), self.gradient)
 
-    def squared_norm(self) -> Tensor:
+    def settled(self, spectral: bool) -> PerSampleGradient:
+        """Positions with the same row added up at the first of them, after which every row stands alone."""
         same = self.ids[:, :, None] == self.ids[:, None, :]
-        return _gram(self.gradient).masked_fill(~same, 0).sum((1, 2))
+        first = ~same.tril(-1).any(2, keepdim=True)
+        return replace(self, gradient=(same & first).to(self.gradient) @ self.gradient, distinct=True)
+
+    def squared_norm(self) -> Tensor:
+        return squares(self.gradient) if self.distinct else self.settled(False).squared_norm()
 
     def grid_energy(self) -> Tensor:
-        size = self.rows * self.gradient.shape[2]
-        parts = [
-            grid_energy(replace(self, ids=self.ids[p], gradient=self.gradient[p]).dense(), 1)
-            for p in _parts(self.batch, size)
-        ]
-        return torch.cat(parts)
+        return grid_energy(self.gradient, 1) if self.distinct else self.settled(True).grid_energy()
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         values = (self.gradient * factors[:, None, None]).flatten(0, 1)
@@ -243,14 +261,11 @@ def squares(m: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
 
 
-def _gram(m: Tensor) -> Tensor:
-    """`[b, t, n]` → `[b, t, t]` in double precision.
-
-    The sum over it cancels; in single precision a record with large opposing positions would look
-    shorter than it is, and would pass the clip.
-    """
-    m = m.double()
-    return m @ m.transpose(1, 2)
+def unit(m: Tensor) -> tuple[Tensor, Tensor]:
+    """`[b, *]` → the same with each record's largest entry brought to 1, and `[b]` these entries."""
+    size = torch.linalg.vector_norm(m.flatten(1), ord=math.inf, dim=1)
+    size = size.where(size != 0, 1.0)
+    return m / size.view(-1, *[1] * (m.dim() - 1)), size.double()
 
 
 def _parts(batch: int, size: int) -> Iterator[slice]:

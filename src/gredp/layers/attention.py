@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -47,25 +48,40 @@ class PrivateMultiheadAttention(nn.Module):
         """`[B, T, E]` with `batch_first`, else `[T, B, E]`; masks as the stock module takes them."""
         if not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        heads = [
+        q, k, v = (
             layer(t).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, heads, T, E/heads]
             for layer, t in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
-        ]
-        scores = heads[0] @ heads[1].transpose(-1, -2) / math.sqrt(heads[0].shape[-1])
-        if attn_mask is not None:
-            if attn_mask.dim() == 3:
-                attn_mask = attn_mask.view(-1, self.num_heads, *attn_mask.shape[1:])
-            scores = _masked(scores, attn_mask)
-        if key_padding_mask is not None:
-            scores = _masked(scores, key_padding_mask[:, None, None, :])
-        weights = self.dropout(scores.softmax(-1))
-        out = (weights @ heads[2]).transpose(1, 2).flatten(2)
+        )
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        if not need_weights:  # torch's fused attention never forms the weights
+            rate = self.dropout.p if self.training else 0.0
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, rate)
+        else:
+            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+            weights = self.dropout((scores if mask is None else scores + mask).softmax(-1))
+            mixed = weights @ v
+        out = mixed.transpose(1, 2).flatten(2)
         out = self.out_proj(out)
         if not self.batch_first:
             out = out.transpose(0, 1)
         if not need_weights:
             return out, None
         return out, weights.mean(1) if average_attn_weights else weights
+
+    def _mask(self, pairs: Tensor | None, keys: Tensor | None, like: Tensor) -> Tensor | None:
+        """Both masks as one that is added to the scores, `[B or 1, heads or 1, T or 1, T]`."""
+        if pairs is not None and pairs.dim() == 3:
+            pairs = pairs.view(-1, self.num_heads, *pairs.shape[1:])
+        if keys is not None:
+            keys = keys[:, None, None, :]
+        masks = [
+            torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
+            if mask.dtype == torch.bool
+            else mask.to(like)
+            for mask in (pairs, keys)
+            if mask is not None
+        ]
+        return sum(masks[1:], masks[0]) if masks else None
 
     @classmethod
     def from_stock(cls, stock: nn.MultiheadAttention) -> "PrivateMultiheadAttention":
@@ -97,9 +113,3 @@ class PrivateMultiheadAttention(nn.Module):
             for target, source, values in pairs:
                 target.copy_(values).requires_grad_(source.requires_grad)
         return new.to(stock.out_proj.weight).train(stock.training)
-
-
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(mask, -math.inf)
-    return scores + mask

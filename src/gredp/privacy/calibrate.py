@@ -33,17 +33,20 @@ def calibrate(
     check_accountant(accountant)
     Entry(1.0, sample_rate, steps)  # refuses a wrong rate or count before the search
 
-    def search(name: AccountantName, start: float) -> float | None:
+    def search(name: AccountantName, start: float, stride: float, tolerance: float) -> float | None:
         def ratio(log_z: float) -> float:
             """log(ε/target): not above 0 on the private side, nearly straight in log z."""
             eps = epsilon([Entry(math.exp(log_z), sample_rate, steps)], delta, name)
             return math.log(max(eps, 1e-300) / target_epsilon) if eps < math.inf else math.inf
 
-        return _private_root(ratio, math.log(start))
+        return _private_root(ratio, math.log(start), stride, tolerance)
 
-    # Rényi orders are quick and never below, so their answer is where the tighter search begins.
-    rough = search("rdp", 1.0)
-    best = rough if accountant == "rdp" else search(accountant, rough if rough is not None else LARGEST)
+    if accountant == "rdp":
+        best = search("rdp", 1.0, 0.2, TOLERANCE)
+    else:
+        # Rényi orders are quick and never below, mostly by 6 to 8 %: the tighter search begins there.
+        rough = search("rdp", 1.0, 0.2, 0.01)
+        best = search(accountant, LARGEST if rough is None else rough / 1.07, 0.03, TOLERANCE)
     if best is None:
         least = epsilon([Entry(LARGEST, sample_rate, steps)], delta, accountant)
         raise GredpError(
@@ -53,11 +56,12 @@ def calibrate(
     return best
 
 
-def _private_root(ratio: Callable[[float], float], start: float) -> float | None:
+def _private_root(
+    ratio: Callable[[float], float], start: float, stride: float, tolerance: float
+) -> float | None:
     """exp of the least x with ratio(x) ≤ 0, from above; ratio falls. None if it lies beyond LARGEST."""
-    low = high = start
-    f_low = f_high = ratio(start)
-    stride = 0.2
+    low = high = min(max(start, math.log(SMALLEST)), math.log(LARGEST))
+    f_low = f_high = ratio(low)
     while f_high > 0:
         if high >= math.log(LARGEST):
             return None
@@ -72,18 +76,19 @@ def _private_root(ratio: Callable[[float], float], start: float) -> float | None
         low = max(low - stride, math.log(SMALLEST))
         stride *= 2
         f_low = ratio(low)
-    while high - low > TOLERANCE:
-        # A secant, kept inside the bracket and turned to bisection where it would creep along one end.
+    moved = 0.0
+    while high - low > tolerance * (1 + 1e-9):
         share = f_low / (f_low - f_high) if math.isfinite(f_low) else 0.5
-        guess = low + (high - low) * min(max(share, 0.05), 0.95) + TOLERANCE / 2
-        guess = min(max(guess, low + TOLERANCE / 4), high - TOLERANCE / 4)
+        # Within a tolerance of one end, the next look goes just across the root; else a little to the
+        # private side of where a straight line would put it.
+        guess = low + (high - low) * share + tolerance / 2
+        guess = min(max(guess, low + tolerance), high - tolerance)
+        guess = guess if low < guess < high else (low + high) / 2
         f_guess = ratio(guess)
+        again = moved * f_guess > 0  # the same end twice: the other's value is halved, or it would never move
+        moved = f_guess
         if f_guess > 0:
-            low, f_low = guess, f_guess
-            continue
-        high, f_high = guess, f_guess
-        f_below = ratio(guess - TOLERANCE)
-        if f_below > 0:
-            break
-        high, f_high = guess - TOLERANCE, f_below
+            low, f_low, f_high = guess, f_guess, f_high / 2 if again else f_high
+        else:
+            high, f_high, f_low = guess, f_guess, f_low / 2 if again else f_low
     return math.exp(high)

@@ -1,0 +1,91 @@
+"""How time and memory grow: step time with the batch and with the width, circulant layers with their size.
+
+python benchmarks/scaling.py --out results/scaling.json [--threads 2]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from step_time import Worker
+from torch import nn
+
+from gredp import BlockCirculantLinear
+from gredp.training.record import header, plain_numbers, write
+
+BATCHES, PHYSICAL = (64, 128, 256, 512, 1024, 2048, 4096), 128
+WIDTHS = (256, 512, 1024, 2048, 4096)
+SIZES = (256, 512, 1024, 2048, 4096, 8192)
+VARIANTS = ("plain", "dpsgd", "gredp shaped")
+
+
+def grown(network: str, batch: int, threads: int, rounds: int, *physical: int) -> dict:
+    """Median seconds and peak bytes of each variant, taking turns."""
+    workers = [Worker(network, variant, batch, threads, *physical) for variant in VARIANTS]
+    for _ in range(rounds):
+        for worker in workers:
+            worker.step()
+    for worker in workers:
+        worker.close()
+    return {w.variant: {"seconds": statistics.median(w.seconds), "peak_bytes": w.peak} for w in workers}
+
+
+def forward_and_backward(layer: nn.Module, x: torch.Tensor) -> Callable[[], float]:
+    def run() -> float:
+        layer.zero_grad()
+        x.grad = None
+        start = time.perf_counter()
+        layer(x).sum().backward()
+        return time.perf_counter() - start
+
+    return run
+
+
+def circulant(size: int, rounds: int) -> dict[str, float]:
+    """Seconds of one forward and backward of 128 records, by kind of layer, taking turns."""
+    x = torch.randn(128, size, requires_grad=True)
+    layers = {
+        "dense": nn.Linear(size, size),
+        "blocks of 8": BlockCirculantLinear(size, size, block=8),
+        "blocks of 64": BlockCirculantLinear(size, size, block=64),
+        "one block": BlockCirculantLinear(size, size, block=size),
+    }
+    runs = {name: forward_and_backward(layer, x) for name, layer in layers.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            seconds = run()
+            if turn:  # the first one warms up
+                times[name].append(seconds)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Growth of a private step with batch, width and block size.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    threads, rounds = arguments.threads, arguments.rounds
+    record = header() | {
+        "command": f"python benchmarks/scaling.py --threads {threads} --rounds {rounds}",
+        "threads": threads,
+        "rounds": rounds,
+        "physical_batch": PHYSICAL,
+        "circulant": {str(n): circulant(n, 3 * rounds) for n in SIZES},
+        "width": {str(n): grown(f"mlp{n}", 500, threads, rounds) for n in WIDTHS},
+        "batch": {
+            str(n): grown("resnet20", n, threads, rounds if n < 2048 else 1, PHYSICAL) for n in BATCHES
+        },
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
