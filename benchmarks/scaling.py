@@ -1,5 +1,7 @@
 """How time and memory grow: step time with the batch and with the width, circulant layers with their size.
 
+And where the time of a ResNet-20 step goes.
+
 python benchmarks/scaling.py --out results/scaling.json [--threads 2]
 """
 
@@ -13,11 +15,12 @@ from pathlib import Path
 import torch
 from step_time import Worker
 from torch import nn
+from worker import stepper
 
 from gredp import BlockCirculantLinear
 from gredp.training.record import header, plain_numbers, write
 
-BATCHES, PHYSICAL = (64, 128, 256, 512, 1024, 2048, 4096), 128
+BATCHES, PHYSICAL = (64, 128, 256, 512, 1024, 4096), 128
 WIDTHS = (256, 512, 1024, 2048, 4096)
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 VARIANTS = ("plain", "dpsgd", "gredp shaped")
@@ -64,6 +67,20 @@ def circulant(size: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
+def profiled(network: str, variant: str, top: int = 9) -> dict[str, float]:
+    """Milliseconds by operator in one step, its own time only, the largest first."""
+    step = stepper(network, variant, None)
+    step(), step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    times = {event.key: event.self_cpu_time_total / 1e3 for event in profile.key_averages()}
+    largest = sorted(times, key=times.__getitem__, reverse=True)
+    shown = {name.removeprefix("aten::").split(":")[0]: 0.0 for name in largest[:top]}
+    for name in largest[:top]:
+        shown[name.removeprefix("aten::").split(":")[0]] += times[name]
+    return shown | {"all others": sum(times[name] for name in largest[top:])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Growth of a private step with batch, width and block size.")
     parser.add_argument("--out", type=Path, required=True)
@@ -77,10 +94,11 @@ def main() -> None:
         "threads": threads,
         "rounds": rounds,
         "physical_batch": PHYSICAL,
+        "profile": {variant: profiled("resnet20", variant) for variant in VARIANTS},
         "circulant": {str(n): circulant(n, 3 * rounds) for n in SIZES},
         "width": {str(n): grown(f"mlp{n}", 500, threads, rounds) for n in WIDTHS},
         "batch": {
-            str(n): grown("resnet20", n, threads, rounds if n < 2048 else 1, PHYSICAL) for n in BATCHES
+            str(n): grown("resnet20", n, threads, rounds if n <= 512 else 1, PHYSICAL) for n in BATCHES
         },
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Step time and peak memory of every method, of Opacus and of plain PyTorch, as ratios of one run.
 
-Every variant lives in a process of its own; they take turns, one step each, so that whatever else the
-machine does falls on all of them alike; medians are compared.
+Every variant lives in a process of its own; they take turns, three steps each of which the first is not
+counted, so that whatever else the machine does falls on all of them alike; medians are compared.
 
     python benchmarks/step_time.py --out results/step_time.json [--quick] [--threads 2]
 """
@@ -91,7 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     networks, variants = (QUICK_NETWORKS, QUICK_VARIANTS) if arguments.quick else (NETWORKS, VARIANTS)
     networks = arguments.only or networks
-    rounds = 7 if arguments.quick else arguments.rounds
+    rounds = 5 if arguments.quick else arguments.rounds
     results = {}
     for network in networks:
         results[network] = {

@@ -21,11 +21,19 @@ def fft(x: Tensor, axes: int) -> Tensor:
     return torch.fft.fftn(x, dim=_last(axes), norm="ortho")
 
 
+#: grids of at most this many coefficients are transformed by a matrix: an FFT does not pay there
+SMALL = 64
+
+
 def half_fft(x: Tensor, axes: int) -> Tensor:
     """Unitary DFT of a real block: `[*lead, *grid]` → `[*lead, *half]`."""
     if not axes or not x.numel():
         return x.to(_complex(x))
-    return torch.fft.rfftn(x, dim=_last(axes), norm="ortho")
+    grid = tuple(x.shape[x.dim() - axes :])
+    if math.prod(grid) > SMALL:
+        return torch.fft.rfftn(x, dim=_last(axes), norm="ortho")
+    parts = x.reshape(-1, math.prod(grid)) @ _small_transform(grid)[0].to(x)
+    return torch.view_as_complex(parts.view(*x.shape[:-1], grid[-1] // 2 + 1, 2))
 
 
 def half_ifft(x: Tensor, axes: int, length: int) -> Tensor:
@@ -37,9 +45,30 @@ def half_ifft(x: Tensor, axes: int, length: int) -> Tensor:
     """
     if not axes or not x.numel():
         return x.real
+    grid = (*x.shape[x.dim() - axes : -1], length)
+    if math.prod(grid) > SMALL:
+        return _large_inverse(x, axes, length)
+    inverse = _small_transform(grid)[1]
+    parts = torch.view_as_real(x.resolve_conj()).reshape(-1, len(inverse))
+    return (parts @ inverse.to(parts)).view(*x.shape[:-1], length)
+
+
+def _large_inverse(x: Tensor, axes: int, length: int) -> Tensor:
     if axes > 1:
         x = torch.fft.ifftn(x, dim=_last(axes)[:-1], norm="ortho")
     return torch.fft.irfft(x, n=length, norm="ortho")
+
+
+@lru_cache(maxsize=256)
+def _small_transform(grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """`[n, half · 2]` and `[half · 2, n]`: both maps between a block and the parts of its coefficients."""
+    n, half = math.prod(grid), (*grid[:-1], grid[-1] // 2 + 1)
+    there = torch.fft.rfftn(
+        torch.eye(n, dtype=torch.float64).view(n, *grid), dim=_last(len(grid)), norm="ortho"
+    )
+    units = torch.eye(2 * math.prod(half), dtype=torch.float64).view(-1, *half, 2)
+    back = _large_inverse(torch.view_as_complex(units), len(grid), grid[-1])
+    return torch.view_as_real(there).reshape(n, -1), back.reshape(-1, n)
 
 
 def own_mirrors(n: int) -> tuple[int, ...]:
@@ -104,7 +133,7 @@ def grid_energy(values: Tensor, axes: int) -> Tensor:
     """`[b, *lead, *grid]` real → `[b, *grid]`: energy of each coefficient, leading axes summed."""
     grid = tuple(values.shape[values.dim() - axes :])
     lead = tuple(range(1, values.dim() - axes))
-    if not 1 < math.prod(grid) <= 64:
+    if not 1 < math.prod(grid) <= SMALL:
         spectrum = half_fft(values, axes)
         if not lead or not values.numel():
             return whole_energy(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
-from gredp.gradient.per_sample import PerSampleGradient, PerSampleSpectra, add
+from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
 from gredp.gradient.rules import Call, Rule, full_precision, generic, grid_axes, rule_for
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block
@@ -96,6 +96,7 @@ class Capture:
         self.units = find_units(module)
         self._by_layer = {unit.layer: unit for unit in self.units}
         self._pending: dict[str, PerSampleGradient] = {}
+        self._memory: dict[str, Buffer] = {}
         self._pending_pass: int | None = None
         self._batch: int | None = None
         self._pass = 0
@@ -259,12 +260,21 @@ class Capture:
                 gradients = unit.rule(unit.layer, x, g)
                 if self.needs == "inputs":
                     return gradients
-                return {n: v.settled(self.needs == "spectra") for n, v in gradients.items()}
+                return {
+                    n: v.settled(self.needs == "spectra", self._buffer(unit.parameters.get(n)))
+                    for n, v in gradients.items()
+                }
         self._paused = True  # the generic rule runs the layer again; these runs are not the user's
         try:
             return generic(unit.layer, list(unit.parameters), x, g, call)
         finally:
             self._paused = False
+
+    def _buffer(self, name: str | None) -> Buffer | None:
+        """The parameter's own, unless an earlier use of it in this pass still lives there."""
+        if name is None or name in self._pending:
+            return None
+        return self._memory.setdefault(name, Buffer())
 
     # ---------------------------------------------------------------- what the step asks for
 
@@ -301,7 +311,7 @@ class Capture:
         ]
 
     def take(self) -> PerSampleSpectra | None:
-        """What the last backward brought; None if there was none since the last call."""
+        """What the last backward brought, valid until the next; None if there was none."""
         if self._pending_pass is None or self._batch is None:
             return None
         scale = float(self._batch) if self.loss_reduction == "mean" else 1.0

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gredp.gradient.per_sample import CHUNK, GRAM_ROUNDING, KEPT, PerSampleGradient, squares, unit
+from gredp.gradient.per_sample import CHUNK, GRAM_ROUNDING, KEPT, Buffer, PerSampleGradient, squares, unit
 from gredp.spectrum import fft, grid_energy, mirror, real_basis
 
 
@@ -117,15 +117,15 @@ class Correlation(PerSampleGradient):
     def padded(self) -> Tensor:
         return F.pad(self.x, self.pads, mode=self.mode) if any(self.pads) else self.x.contiguous()
 
-    def settled(self, spectral: bool) -> PerSampleGradient:
+    def settled(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
         fit = self.batch * math.prod(self.shape) <= KEPT
         if not fit or _prefer_gram(self._geometry(), spectral):
             return self
-        return self._materialised(spectral)
+        return self._materialised(spectral, buffer)
 
-    def _materialised(self, spectral: bool = False) -> "Kernels":
-        values = self.x.new_empty(self.batch, *self._layout())
+    def _materialised(self, spectral: bool = False, buffer: Buffer | None = None) -> "Kernels":
+        values = (buffer or Buffer()).take((self.batch, *self._layout()), self.x)
         norms, energies = self.x.new_empty(self.batch), []
         for part, kernels in self._kernels(values):
             if spectral:

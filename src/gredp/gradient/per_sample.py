@@ -25,6 +25,21 @@ KEPT = 1 << 25
 GRAM_ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
+class Buffer:
+    """Memory for a layer's gradients, step after step: fresh pages would cost as much as filling them."""
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Uninitialised; overwrites whatever was taken before."""
+        size = math.prod(shape)
+        held = self._values
+        if held is None or held.numel() < size or held.dtype != like.dtype or held.device != like.device:
+            held = self._values = like.new_empty(size)
+        return held[:size].view(shape)
+
+
 class PerSampleGradient(ABC):
     """One parameter's gradient for each record of a physical batch."""
 
@@ -45,10 +60,11 @@ class PerSampleGradient(ABC):
         values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
         return next(v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
-    def settled(self, spectral: bool) -> "PerSampleGradient":
+    def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> "PerSampleGradient":
         """The form in which to keep it until the step: itself, or something smaller.
 
-        `spectral` says that energies by frequency will be asked for, not norms alone.
+        `spectral` says that energies by frequency will be asked for, not norms alone. What is
+        materialised goes into `buffer`, if given, and is valid as long as that is not used again.
         """
         return self
 
@@ -117,7 +133,7 @@ class Outer(PerSampleGradient):
     def dense(self) -> Tensor:
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
-    def settled(self, spectral: bool) -> PerSampleGradient:
+    def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> PerSampleGradient:
         """Of a sequence, the product itself where it fits: no second one is needed for the sum then."""
         _, positions, o = self.left.shape
         i = self.right.shape[2]
@@ -125,7 +141,7 @@ class Outer(PerSampleGradient):
         gram = positions * positions * (o + i) / 40 + positions * o * i / 45 + positions * (o + i) / 2
         if positions == 1 or self.batch * o * i > KEPT or gram < positions * o * i / 40 + 2 * o * i:
             return self
-        values = self.left.new_empty(self.batch, o, i)
+        values = (buffer or Buffer()).take((self.batch, o, i), self.left)
         energies = []
         for part, chunk in self._chunks(o * i):
             torch.bmm(chunk.left.transpose(1, 2), chunk.right, out=values[part])
@@ -233,7 +249,7 @@ class Lookup(PerSampleGradient):
         out = self.gradient.new_zeros(b, self.rows, i)
         return out.scatter_add_(1, self.ids[..., None].expand(b, t, i), self.gradient)
 
-    def settled(self, spectral: bool) -> PerSampleGradient:
+    def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> PerSampleGradient:
         """Positions with the same row added up at the first of them, after which every row stands alone."""
         same = self.ids[:, :, None] == self.ids[:, None, :]
         first = ~same.tril(-1).any(2, keepdim=True)
