@@ -36,12 +36,8 @@ def test_records_come_back_within_an_epoch():
 
 
 def test_small_rates_are_met_exactly():
-    """A million records at 1e-6 with 24 random bits would be drawn 1.3 % too often; 53 bits are used."""
-    rate, size = 1e-6, 2**24
-    smallest = math.ceil(rate * size) / size
-    assert smallest / rate > 1.01  # the fault that double precision avoids
-    sampler = PoissonBatchSampler(10, rate, 1)
-    assert torch.rand(1, dtype=torch.float64, generator=sampler.generator).dtype == torch.float64
+    """Uniforms of 24 bits cannot be below 2⁻⁵⁰ but by being 0, once in 2²⁴ draws; those of 53 bits can."""
+    assert not any(draws(2**22, 2.0**-50, 16))  # 24 bits would draw four on average
     count = sum(len(batch) for batch in draws(1_000_000, 1e-4, 20))
     assert abs(count - 2000) <= 6 * math.sqrt(2000)
 
