@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all check format bench clean
+.PHONY: train test test-all check format bench audit clean
 
 train: $(VENV)/.ready
 	$(BIN)/gredp train
@@ -30,6 +30,13 @@ else
 	$(BIN)/python benchmarks/step_time.py --out results/step_time.json
 	$(BIN)/python benchmarks/page.py
 endif
+
+# The auditor's records and the page made from them, about ten minutes.
+audit: $(VENV)/.ready
+	$(BIN)/gredp audit --all --out results/audit.json
+	$(BIN)/gredp audit --self-test --out results/audit_self_test.json
+	$(BIN)/python benchmarks/audit_null.py --out results/audit_null.json
+	$(BIN)/python benchmarks/audit_page.py
 
 # torch first and by its exact version: any looser request can pull gigabytes of GPU libraries.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from gredp.audit.command import AuditSettings, run_audit
 from gredp.errors import GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
 from gredp.privacy.accountant import AccountantName, round_up
@@ -38,6 +39,7 @@ class AccountSettings:
 Command = (
     Annotated[TrainSettings, tyro.conf.subcommand("train", description=TrainSettings.__doc__)]
     | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
+    | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
 )
 
 
@@ -113,6 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
         args=arguments,
     )
     try:
+        if isinstance(settings, AuditSettings):
+            sys.exit(run_audit(settings))
         run_train(settings) if isinstance(settings, TrainSettings) else run_account(settings)
     except GredpError as error:
         print(f"gredp: {error}", file=sys.stderr)

@@ -57,6 +57,27 @@ def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName =
     return _epsilon(tuple((z, q, n) for (z, q), n in sorted(merged.items())), delta, accountant)
 
 
+def deltas(
+    entries: Iterable[Entry], epsilons: list[float], accountant: AccountantName = "pld"
+) -> list[float]:
+    """The proven δ of `entries` at each ε; every multiplier must be above 0 and finite."""
+    check_accountant(accountant)
+    spent = tuple((e.noise_multiplier, e.sample_rate, e.steps) for e in entries if e.steps)
+    if any(not 0 < z < math.inf for z, _, _ in spent):
+        raise GredpError("a curve δ(ε) needs noise multipliers above 0 and finite")
+    if not spent:
+        return [0.0] * len(epsilons)
+    if accountant == "pld" and all(q == 1 for _, q, _ in spent):
+        mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
+        return [_gaussian_delta(mu, eps) for eps in epsilons]
+    from dp_accounting import pld, rdp
+
+    kind: Any = rdp.RdpAccountant(ORDERS) if accountant == "rdp" else None
+    with _quiet():
+        composed = _compose(kind or pld.PLDAccountant(value_discretization_interval=1e-3), spent)
+        return [float(composed.get_delta(eps)) for eps in epsilons]
+
+
 @lru_cache(maxsize=4096)
 def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
     mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
@@ -71,13 +92,19 @@ def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accounta
     return rdp if accountant == "rdp" or rdp == 0 else min(rdp, _pld_epsilon(spent, delta, rdp))
 
 
+def _gaussian_delta(mu: float, eps: float) -> float:
+    """The exact profile of a Gaussian mechanism with sensitivity μ."""
+    from scipy.stats import norm
+
+    return float(norm.cdf(mu / 2 - eps / mu) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu)))
+
+
 def _gaussian_epsilon(mu: float, delta: float) -> float:
     """ε of a Gaussian mechanism with sensitivity μ, from its exact profile, ended on the private side."""
     from scipy.optimize import brentq
-    from scipy.stats import norm
 
     def excess(eps: float) -> float:
-        return norm.cdf(mu / 2 - eps / mu) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu)) - delta
+        return _gaussian_delta(mu, eps) - delta
 
     if excess(0.0) <= 0:
         return 0.0

@@ -1,0 +1,1 @@
+"""The attacker: tries to refute a claimed ε by playing against the mechanism itself."""

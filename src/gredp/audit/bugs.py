@@ -1,0 +1,390 @@
+"""Planted bugs: ways in which private training breaks, as patches of the running library or as whole steps.
+
+The self-test plants them one by one and shows that the auditor notices. Never call one outside of a test.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import gredp.gradient.capture as capture
+import gredp.gradient.clip as clip
+import gredp.gradient.noise as noise
+import gredp.gradient.per_sample as per_sample
+import gredp.gradient.step as step
+import gredp.optimizer as optimizer
+import gredp.privacy.calibrate as calibrate
+import gredp.privacy.ledger as ledger
+import gredp.sampling as sampling
+import gredp.spectrum as spectrum
+import gredp.validation as validation
+from gredp.audit.bounds import Floats
+
+
+class Patch:
+    """Replaces attributes, and puts the old ones back."""
+
+    def __init__(self) -> None:
+        self._old: list[tuple[Any, str, Any]] = []
+
+    def setattr(self, owner: Any, name: str, value: Any) -> None:
+        self._old.append((owner, name, vars(owner).get(name, self)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        while self._old:
+            owner, name, value = self._old.pop()
+            delattr(owner, name) if value is self else setattr(owner, name, value)
+
+
+@contextmanager
+def planted(plant: Any) -> Iterator[None]:
+    """The bug is in the library while this lasts."""
+    patch = Patch()
+    try:
+        plant(patch)
+        yield
+    finally:
+        patch.undo()
+
+
+# ------------------------------------------------------------------ patches of the library
+
+
+def fft_without_unitary_scaling(patch: Patch) -> None:
+    """The library's default: the way there unscaled, the way back by 1/n; a round trip looks right."""
+
+    def there(x, axes):
+        return torch.fft.rfftn(x, dim=tuple(range(-axes, 0)))
+
+    def back(x, axes, length):
+        if axes > 1:
+            x = torch.fft.ifftn(x, dim=tuple(range(-axes, -1)))
+        return torch.fft.irfft(x, n=length)
+
+    patch.setattr(spectrum, "half_fft", there)
+    patch.setattr(spectrum, "half_ifft", back)
+
+
+def half_spectrum_without_root_two(patch: Patch) -> None:
+    """Interior bins of a half spectrum stand for two coefficients each; halving them twice loses noise."""
+    honest = spectrum.BlockView.noise_parts
+
+    def halved_once_more(self, a, b):
+        parts = honest(self, a, b)
+        parts[1 : (self.length + 1) // 2] /= math.sqrt(2)
+        return parts
+
+    patch.setattr(spectrum.BlockView, "noise_parts", halved_once_more)
+
+
+def real_noise_only(patch: Patch) -> None:
+    honest = spectrum.BlockView.noise_parts
+    patch.setattr(spectrum.BlockView, "noise_parts", lambda self, a, b: honest(self, math.sqrt(2) * a, 0.0))
+
+
+def last_coefficient_without_noise(patch: Patch) -> None:
+    honest = spectrum.BlockView.noise_parts
+
+    def all_but_the_last(self, a, b):
+        parts = honest(self, a, b)
+        parts[-1] = 0
+        return parts
+
+    patch.setattr(spectrum.BlockView, "noise_parts", all_but_the_last)
+
+
+def clip_of_the_mean_loss(patch: Patch) -> None:
+    """Norms taken of gradients of the mean loss, factors applied to those of the sum."""
+    honest = clip.energies
+    patch.setattr(clip, "energies", lambda gradient, view: honest(gradient, view) / gradient.batch**2)
+
+
+def noise_divided_by_the_batch(patch: Patch) -> None:
+    draw = noise.GeneratorSource.normal
+    patch.setattr(
+        noise.GeneratorSource, "normal", lambda self, shape, like: draw(self, shape, like) / math.sqrt(2)
+    )
+
+
+def divisor_from_the_batch_that_was_drawn(patch: Patch) -> None:
+    take = capture.Capture.take
+    drawn = [1.0]
+
+    def noting(self):
+        spectra = take(self)
+        drawn[0] = float(spectra.batch) if spectra else 1.0
+        return spectra
+
+    patch.setattr(capture.Capture, "take", noting)
+    patch.setattr(
+        optimizer.PrivateOptimizer,
+        "expected_batch_size",
+        property(lambda self: drawn[0], lambda self, value: None),
+    )
+
+
+def steps_from_the_length_of_the_data(patch: Patch) -> None:
+    honest = sampling.PoissonBatchSampler.__init__
+
+    def init(self, records, sample_rate, steps, generator=None):
+        honest(self, records, sample_rate, records // 2, generator)
+
+    patch.setattr(sampling.PoissonBatchSampler, "__init__", init)
+
+
+def shuffling_accounted_as_poisson(patch: Patch) -> None:
+    def shuffled(self):
+        size, left = round(self.records * self.sample_rate), []
+        for _ in range(self.steps):
+            if len(left) < size:
+                left = torch.randperm(self.records, generator=self.generator).tolist()
+            yield [left.pop() for _ in range(size)]
+
+    patch.setattr(sampling.PoissonBatchSampler, "__iter__", shuffled)
+
+
+def empty_batches_skipped(patch: Patch) -> None:
+    honest = optimizer.PrivateOptimizer.step
+
+    def skipping(self, closure=None):
+        if self.capture._batch == 0:
+            for p in self._parameters.values():
+                p.grad = torch.zeros_like(p)
+            return self.capture.drop()
+        return honest(self, closure)
+
+    patch.setattr(optimizer.PrivateOptimizer, "step", skipping)
+
+
+def not_finite_records_pass(patch: Patch) -> None:
+    """A factor of 0 is not enough: 0·∞ is NaN, and spreads to every record's weights."""
+    patch.setattr(per_sample.PerSampleGradient, "keep", lambda self, mask: self)
+
+
+def noise_for_each_micro_batch(patch: Patch) -> None:
+    patch.setattr(optimizer.PrivateOptimizer, "signal_skip_step", lambda self, do_skip=True: None)
+
+
+def micro_batches_clipped_as_one(patch: Patch) -> None:
+    """One factor for the whole physical batch instead of one for each record."""
+    honest = clip.clip
+
+    def blunt(spectra, plan, views, weights):
+        clipped = honest(spectra, plan, views, weights)
+        mean = {name: f.mean().expand_as(f) for name, f in clipped.factors.items()}
+        return replace(clipped, factors=mean)
+
+    patch.setattr(step, "clip", blunt)
+
+
+def a_norm_that_misses_a_factor(patch: Patch) -> None:
+    patch.setattr(per_sample.Circulant, "squared_norm", lambda self: self.left.square().sum((1, 2, 3)) * 0.01)
+
+
+def weights_left_out_of_the_clip(patch: Patch) -> None:
+    honest = clip.clip
+
+    def unweighted(spectra, plan, views, weights):
+        return honest(spectra, plan, views, {n: torch.ones_like(w) for n, w in weights.items()})
+
+    patch.setattr(step, "clip", unweighted)
+
+
+def layers_that_share_a_norm_counted_once(patch: Patch) -> None:
+    from gredp.privacy.certificate import Certificate
+
+    patch.setattr(
+        Certificate, "noise_multiplier", property(lambda self: 1 / max(r.sensitivity for r in self.releases))
+    )
+
+
+def accountant_fed_another_sigma(patch: Patch) -> None:
+    honest = ledger.Ledger.charge
+
+    def flattering(self, certificate, sample_rate, claimed=None):
+        releases = tuple(replace(r, noise_std=r.noise_std * math.sqrt(2)) for r in certificate.releases)
+        honest(self, replace(certificate, releases=releases), sample_rate, claimed)
+
+    patch.setattr(ledger.Ledger, "charge", flattering)
+
+
+def charged_after_the_update(patch: Patch) -> None:
+    honest = ledger.Ledger.charge
+    patch.setattr(
+        ledger.Ledger, "charge", lambda self, *rest: self.__dict__.setdefault("late", []).append(rest)
+    )
+    stepped = optimizer.PrivateOptimizer.step
+
+    def late(self, closure=None):
+        result = stepped(self, closure)
+        for rest in self.ledger.__dict__.pop("late", []):
+            honest(self.ledger, *rest)
+        return result
+
+    patch.setattr(optimizer.PrivateOptimizer, "step", late)
+
+
+def calibration_from_the_wrong_side(patch: Patch) -> None:
+    import gredp.engine as engine
+
+    patch.setattr(engine, "calibrate", lambda *rest: calibrate.calibrate(*rest) * 0.999)
+
+
+def noise_from_the_global_seed(patch: Patch) -> None:
+    patch.setattr(
+        noise.GeneratorSource, "normal", lambda self, shape, like: torch.randn(shape, dtype=like.dtype)
+    )
+
+
+def the_same_draw_every_step(patch: Patch) -> None:
+    def replayed(self, shape, like):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
+
+    patch.setattr(noise.GeneratorSource, "normal", replayed)
+
+
+def spent_gradients_used_again(patch: Patch) -> None:
+    honest = capture.Capture.take
+
+    def keep(self):
+        self.last = honest(self) or getattr(self, "last", None)
+        return self.last
+
+    patch.setattr(capture.Capture, "take", keep)
+    patch.setattr(
+        capture.Capture,
+        "drop",
+        lambda self: self.__dict__.update(_pending={}, _batch=None, _pending_pass=None),
+    )
+
+
+def weights_learned_before_the_release(patch: Patch) -> None:
+    honest = step.PrivateStep.accumulate
+
+    def peeking(self, spectra):
+        honest(self, spectra)
+        if self.shape is not None:
+            self.shape.learn(self._bounded.shares, 0.0)
+
+    patch.setattr(step.PrivateStep, "accumulate", peeking)
+
+
+def batch_norm_let_through(patch: Patch) -> None:
+    patch.setattr(validation, "problem", lambda layer: None)
+
+
+def buffers_not_watched(patch: Patch) -> None:
+    patch.setattr(capture.Capture, "_end_pass", lambda self: None)
+
+
+def gradients_outside_their_layer_let_through(patch: Patch) -> None:
+    patch.setattr(capture, "_refuse_raw_gradient", lambda name: lambda grad: None)
+
+
+def tied_parameters_counted_once(patch: Patch) -> None:
+    patch.setattr(capture, "add", lambda first, second, grid_axes: first)
+
+
+def a_linear_norm_that_misses_its_input(patch: Patch) -> None:
+    patch.setattr(per_sample.Outer, "squared_norm", lambda self: per_sample.squares(self.left))
+
+
+def unfrozen_parameters_stepped(patch: Patch) -> None:
+    honest = optimizer.PrivateOptimizer.__init__
+
+    def init(self, *rest, **options):
+        honest(self, *rest, **options)
+        self._frozen = {}
+
+    patch.setattr(optimizer.PrivateOptimizer, "__init__", init)
+
+
+def noise_repeated_after_a_restart(patch: Patch) -> None:
+    """A seed kept with the run: after a resume the first steps' noise is drawn again, on other records."""
+
+    def init(self, generator=None):
+        self._generator = generator or torch.Generator().manual_seed(1)
+
+    patch.setattr(noise.GeneratorSource, "__init__", init)
+
+
+def sampling_with_24_bits(patch: Patch) -> None:
+    """Single-precision uniforms are multiples of 2⁻²⁴: the smallest rates are not met."""
+
+    def coarse(self):
+        for _ in range(self.steps):
+            draw = torch.rand(self.records, generator=self.generator)
+            yield (draw < self.sample_rate).nonzero().flatten().tolist()
+
+    patch.setattr(sampling.PoissonBatchSampler, "__iter__", coarse)
+
+
+def norm_products_in_single_precision(patch: Patch) -> None:
+    """The square of a tiny factor is 0, and a record whose norm comes out as 0 passes the clip."""
+    patch.setattr(per_sample, "squares", lambda m: m.flatten(1).square().sum(1))
+
+
+# ------------------------------------------------------------------ steps written from scratch
+# Each takes `[n, d]` gradients and claims to be a Gaussian mechanism: clipping norm 1, multiplier SIGMA.
+
+SIGMA = 0.5
+EXPECTED = 4
+
+
+def _clipped(gradients: Floats) -> Floats:
+    return gradients / np.maximum(np.linalg.norm(gradients, axis=1, keepdims=True), 1)
+
+
+def honest_step(gradients: Floats) -> Floats:
+    """DP-SGD, for comparison: the auditor must let it pass."""
+    total = _clipped(gradients).sum(0)
+    return total + SIGMA * np.random.default_rng().standard_normal(len(total))
+
+
+def reference_spectral_dp(gradients: Floats) -> Floats:
+    """As in the public code of Spectral-DP: gradients of the mean loss are clipped, each gets noise/B.
+
+    The last coefficient that is kept gets none.
+    """
+    rng, n = np.random.default_rng(), gradients.shape[1]
+    total = np.zeros(n, dtype=complex)
+    kept = n // 2
+    for row in _clipped(gradients / EXPECTED):
+        part = np.fft.fft(row, norm="ortho")
+        part[kept:] = 0
+        noise_: Any = rng.standard_normal(n) + 1j * rng.standard_normal(n)
+        noise_[kept - 1 :] = 0
+        total += part + SIGMA / math.sqrt(2) * noise_ / EXPECTED
+    return np.fft.ifft(total, norm="ortho").real
+
+
+def variance_for_deviation(gradients: Floats) -> Floats:
+    total = _clipped(gradients).sum(0)
+    return total + SIGMA**2 * np.random.default_rng().standard_normal(len(total))
+
+
+def clip_of_each_coordinate(gradients: Floats) -> Floats:
+    total = np.clip(gradients, -1, 1).sum(0)
+    return total + SIGMA * np.random.default_rng().standard_normal(len(total))
+
+
+def clip_of_each_view(gradients: Floats) -> Floats:
+    """Augmented views of a record are clipped one by one: it counts as often as it has views."""
+    return honest_step(np.repeat(gradients, 4, axis=0))
+
+
+def clip_of_each_layer_to_the_full_norm(gradients: Floats) -> Floats:
+    halves = np.split(gradients, 2, axis=1)
+    return np.concatenate([honest_step(half) for half in halves])
+
+
+def noise_before_the_clip(gradients: Floats) -> Floats:
+    """Noise that is clipped with its record shrinks with it: the longer the record, the less is left."""
+    noise_ = SIGMA * np.random.default_rng().standard_normal(gradients.shape)
+    return _clipped(gradients + noise_).sum(0)

@@ -1,0 +1,294 @@
+"""What the auditor looks at besides the game: exact checks of the running program.
+
+Each check gives None, or one sentence that says what is wrong. The random ones raise a false alarm with
+probability below 10⁻⁶, or always see the same draws.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gredp.audit.bounds import Claim
+from gredp.audit.canaries import Grid
+from gredp.audit.game import Mechanism, audit
+from gredp.audit.victims import EngineStep, claimed_entry
+from gredp.engine import PrivacyEngine
+from gredp.errors import GredpError
+from gredp.privacy.ledger import Entry
+from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
+
+Verdict = str | None
+CLIP = 0.5
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard a game is played: plays that count, chance of a false alarm, seed of the noise."""
+
+    plays: int = 1500
+    alpha: float = 1e-6
+    seed: int | None = None
+
+
+def game(
+    effort: Effort,
+    options: dict[str, Any],
+    only: Sequence[str] = ("random",),
+    grids: tuple[Grid, ...] = ((8,),),
+    others: int = 3,
+    noise_multiplier: float = 0.5,
+) -> Verdict:
+    """The game against one step of the engine, held to what its own ledger was charged."""
+    victim = EngineStep(options, noise_multiplier, grids=grids, seed=effort.seed)
+    return _verdict(effort, victim, grids, Claim((claimed_entry(victim.entry, "proven"),)), only, others)
+
+
+def step_game(effort: Effort, step: Mechanism, sigma: float, others: int = 3) -> Verdict:
+    """The game against a step written from scratch, held to one Gaussian mechanism with multiplier σ."""
+    claim = Claim((Entry(sigma, 1.0, 1),))
+    return _verdict(effort, step, ((8,),), claim, ("sinusoid", "quietest", "random"), others)
+
+
+def _verdict(
+    effort: Effort, step: Mechanism, grids: Any, claim: Claim, only: Sequence[str], others: int
+) -> Verdict:
+    """In two rounds, so that a gross bug is found quickly; each has half of the false-alarm chance."""
+    for plays in (effort.plays // 8, effort.plays):
+        found = audit(
+            step, grids, claim, others=others, plays=plays, alpha=effort.alpha / 2,
+            only=only, first_hit=True, seed=effort.seed,
+        )  # fmt: skip
+        if found.refuted:
+            said, best = claim.entries[0].noise_multiplier, found.best
+            return f"{best.direction}: multiplier at most {best.multiplier_upper:.3f}, not {said:.3f}"
+    return None
+
+
+# ------------------------------------------------------------------ exact checks
+
+
+def _private(model: nn.Module, data: Tensor, rate: float = 1.0, z: float = 0.0, clip: float = CLIP) -> Any:
+    engine = PrivacyEngine()
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(data), batch_size=4),
+        noise_multiplier=z,
+        max_grad_norm=clip,
+        sample_rate=rate,
+    )
+    return *made, engine
+
+
+def _released(model: Any, optimizer: Any, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    optimizer.zero_grad()
+    (model(x) * scale).sum(1).mean().backward()
+    optimizer.step()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double() * optimizer.expected_batch_size
+
+
+def neighbours() -> Verdict:
+    """N: noise off, one record more, be it hostile: the sum moves by at most the clipping norm."""
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    hostile = ((1, 1), (1e6, 1), (3e18, 2e-23), (2e-23, 3e18), (1e38, 1), (math.inf, 1), (math.nan, 1))
+    for clip in (CLIP, 1e-5):
+        model, optimizer, _, _ = _private(nn.Linear(6, 3, bias=False), x, clip=clip)
+        base = _released(model, optimizer, x)
+        for size, scale in hostile:
+            weights = torch.tensor([[1.0]] * 4 + [[scale]])
+            more = torch.cat([x, torch.full((1, 6), float(size))])
+            moved = float((_released(model, optimizer, more, weights) - base).norm())
+            if not moved <= clip * (1 + 1e-3):
+                return f"a record of {size:g}, loss times {scale:g}, moves the sum by {moved:.3g}, not {clip}"
+    return None
+
+
+def constants() -> Verdict:
+    """R: nothing that the steps are made of follows the records, neither their number nor the batch drawn."""
+    seen = []
+    for count in (19, 20):
+        _, optimizer, loader, _ = _private(
+            nn.Linear(6, 3, bias=False), torch.zeros(count, 6), rate=0.2, z=1.0
+        )
+        seen.append(
+            (optimizer.certificate, optimizer.sample_rate, optimizer.expected_batch_size, len(loader))
+        )
+    if seen[0] != seen[1]:
+        return f"19 and 20 records give {seen[0][1:]} and {seen[1][1:]} as rate, divisor and steps"
+    x = torch.full((4, 6), 0.01)  # too short to be clipped
+    model, optimizer, _, _ = _private(nn.Linear(6, 3, bias=False), x)
+    sums = []
+    for drawn in (1, 4):
+        optimizer.zero_grad()
+        model(x[:drawn]).sum(1).mean().backward()
+        optimizer.step()
+        sums.append(float(model.weight.grad.sum()) / drawn)
+    if not math.isclose(*sums, rel_tol=1e-5):
+        return f"a record weighs {sums[0]:.4g} in a batch of 1 and {sums[1]:.4g} in a batch of 4"
+    return None
+
+
+def sampler() -> Verdict:
+    """Poisson batches vary in size, and a rate of 2⁻⁵⁰ draws nobody of 10⁸."""
+    n, q = 1000, 0.05
+    batches = PoissonBatchSampler(n, q, 1000, torch.Generator().manual_seed(7))
+    sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.float64)
+    ratio = float(sizes.var()) / (n * q * (1 - q))
+    if abs(ratio - 1) > 0.27:
+        return f"batch sizes vary {ratio:.2g} times as much as those of Poisson batches"
+    for i, batch in enumerate(PoissonBatchSampler(2**22, 2.0**-50, 32, torch.Generator().manual_seed(7))):
+        if batch:
+            return f"a rate of 2⁻⁵⁰ drew a record within {(i + 1) * 2**22:.0e}"
+    return None
+
+
+def physical_batches() -> Verdict:
+    """A logical batch is one step, whatever parts it comes in."""
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    results = []
+    for part in (1, 4):
+        model, optimizer, loader, engine = _private(nn.Linear(6, 3, bias=False), x)
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=part, optimizer=optimizer
+        ) as parts:
+            for (a,) in parts:
+                optimizer.zero_grad()
+                model(a).sum(1).mean().backward()
+                optimizer.step()
+        results.append((engine.ledger.steps, float(model.weight.grad.sum())))
+    (steps, whole), (one, expected) = results
+    if steps != one:
+        return f"a batch in four parts was released {steps} times"
+    return (
+        None if math.isclose(whole, expected, rel_tol=1e-5) else f"four parts sum to {whole}, not {expected}"
+    )
+
+
+def charge_order() -> Verdict:
+    """The ledger is charged before the update: a crash in between leaves the step paid."""
+    x = torch.ones(4, 6)
+    model, optimizer, _, engine = _private(nn.Linear(6, 3), x, z=1.0)
+
+    def crash() -> None:
+        raise InterruptedError
+
+    optimizer.original_optimizer.step = crash
+    with suppress(InterruptedError):
+        _released(model, optimizer, x)
+    return None if engine.ledger.steps == 1 else "a step that crashed in the optimiser was not charged"
+
+
+def calibration() -> Verdict:
+    """Noise chosen for a target ε never spends more than it."""
+    engine, model = PrivacyEngine(accountant="rdp"), nn.Linear(6, 3)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(torch.ones(8, 6)), batch_size=2),
+        target_epsilon=2.0,
+        target_delta=1e-5,
+        epochs=2,
+        max_grad_norm=CLIP,
+    )
+    for _ in range(2):
+        for (x,) in loader:
+            _released(model, optimizer, x)
+    spent = engine.get_epsilon(1e-5)
+    return None if spent <= 2 else f"a run for ε = 2 spends {spent:.5f}"
+
+
+def replay() -> Verdict:
+    """Two engines, the second started as after a resume, with the same global seed, draw different noise."""
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model, optimizer, _, _ = _private(nn.Linear(6, 3), torch.ones(4, 6), z=1.0)
+        draws.append(_released(model, optimizer, torch.zeros(4, 6), 0.0))
+    return "two engines drew the same noise" if torch.equal(*draws) else None
+
+
+def shape() -> Verdict:
+    """Shaped noise: a step's weights are fixed before its records are seen."""
+    victim = EngineStep({"method": "gredp", "noise": "shaped"}, 0.5, grids=((8,),))
+    step = victim.optimizer.private_step
+    before = torch.cat(list(step.squared_weights.values()))
+    victim.model(torch.ones(4, 8)).mean().backward()
+    step.accumulate(victim.optimizer.capture.take())
+    after = torch.cat(list(step.squared_weights.values()))
+    return None if torch.equal(before, after) else "the weights of a step follow the records of that step"
+
+
+# ------------------------------------------------------------------ what must be refused
+
+
+class _Following(nn.Module):
+    """A buffer that follows the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.mean(0)
+        return self.linear(x)
+
+
+class _Outside(nn.Module):
+    """A weight used outside of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ self.linear.weight
+
+
+def _batch_norm(x: Tensor) -> None:
+    _private(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, affine=False)), x, z=1.0)
+
+
+def _twice(x: Tensor) -> None:
+    model, optimizer, _, _ = _private(nn.Linear(6, 3), x, z=1.0)
+    _released(model, optimizer, x)
+    optimizer.step()
+
+
+def _unfrozen(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3))
+    model, optimizer, _, _ = _private(model, x, z=1.0)
+    model[0].requires_grad_(True)
+    _released(model, optimizer, x)
+
+
+def _model(kind: Callable[[], nn.Module]) -> Callable[[Tensor], None]:
+    def attempt(x: Tensor) -> None:
+        model, optimizer, _, _ = _private(kind(), x, z=1.0)
+        _released(model, optimizer, x)
+
+    return attempt
+
+
+REFUSED: dict[str, Callable[[Tensor], None]] = {
+    "batch normalisation": _batch_norm,
+    "a buffer that follows the data": _model(_Following),
+    "a weight used outside of its layer": _model(_Outside),
+    "a second step on the same gradients": _twice,
+    "a parameter unfrozen after make_private": _unfrozen,
+}
+
+
+def refusal(case: str) -> Verdict:
+    """What cannot be private is refused with a sentence, before or at the step."""
+    try:
+        REFUSED[case](torch.ones(4, 6))
+    except GredpError:
+        return None
+    return f"{case} was not refused"

@@ -1,0 +1,175 @@
+"""The game: was the canary in the data? Played many times against the same code, then judged.
+
+Each play gives a `Mechanism` the gradients of all records and gets what it releases. Half of the plays fix
+directions and thresholds, the other half is counted; α is shared out over the directions (Bonferroni).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gredp.audit.bounds import (
+    Claim,
+    Floats,
+    best_threshold,
+    epsilon_lower,
+    excess,
+    multiplier_upper,
+    rates,
+)
+from gredp.audit.canaries import LENGTH, Grid, directions, quietest
+from gredp.errors import GredpError
+
+#: `[n, d]` gradients of n records (n may be 0) → `[d]` numbers that are released
+Mechanism = Callable[[Floats], Floats]
+#: called after every play with the direction and the number of plays that there will be
+Tick = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """The game along one direction, on the plays that count."""
+
+    direction: str
+    without: Floats = field(repr=False)
+    with_: Floats = field(repr=False)
+    threshold: float
+    false_positive: float
+    false_negative: float
+    multiplier_upper: float
+    epsilon_lower: float
+    refuted: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """All attacks on one claim. `refuted` is wrong with probability at most α; its absence proves nothing."""
+
+    claim: Claim
+    attacks: tuple[Attack, ...]
+    plays: int
+    alpha: float
+    delta: float
+
+    @property
+    def refuted(self) -> bool:
+        return any(attack.refuted for attack in self.attacks)
+
+    @property
+    def best(self) -> Attack:
+        """The attack that proves most."""
+        return max(self.attacks, key=lambda attack: (attack.refuted, attack.epsilon_lower))
+
+    def to_json(self) -> dict[str, Any]:
+        best = self.best
+        return {
+            "refuted": self.refuted,
+            "claimed_multiplier": self.claim.entries[0].noise_multiplier,
+            "claimed_epsilon": self.claim.epsilon(self.delta),
+            "audited_epsilon_lower": best.epsilon_lower,
+            "audited_multiplier_upper": best.multiplier_upper,
+            "delta": self.delta,
+            "alpha": self.alpha,
+            "plays": self.plays,
+            "steps": sum(e.steps for e in self.claim.entries),
+            "sample_rate": self.claim.entries[0].sample_rate,
+            "direction": best.direction,
+            "threshold": best.threshold,
+            "histogram": _histogram(best),
+            "directions": {
+                a.direction: {
+                    "false_positive_upper": a.false_positive,
+                    "false_negative_upper": a.false_negative,
+                    "epsilon_lower": a.epsilon_lower,
+                }
+                for a in self.attacks
+            },
+        }
+
+
+def audit(
+    mechanism: Mechanism,
+    grids: Sequence[Grid],
+    claim: Claim,
+    *,
+    clip_norm: float = 1.0,
+    others: int = 3,
+    plays: int = 1000,
+    alpha: float = 0.01,
+    delta: float = 1e-5,
+    seed: int | None = None,
+    only: Sequence[str] = (),
+    first_hit: bool = False,
+    tick: Tick | None = None,
+) -> Finding:
+    """Play against `mechanism` and hold the outcome against `claim`.
+
+    `plays` count in each world and direction, half as many come before to fix thresholds. `others` are
+    records without gradient that are in both worlds. `only` names directions; `first_hit` stops at the
+    first refutation, which leaves the chance of a false one as it is.
+    """
+    if not 0 < alpha < 1 or plays < 20:
+        raise GredpError(
+            f"an audit needs alpha between 0 and 1 and at least 20 plays, not {alpha} and {plays}"
+        )
+    chosen: dict[str, Floats | None] = {**directions(grids, seed), "quietest": None}
+    chosen = {name: chosen[name] for name in only} if only else chosen
+    dimension = sum(int(np.prod(grid)) for grid in grids)
+    background = np.zeros((others, dimension))
+
+    before = plays // 2
+
+    def play(name: str, records: Floats) -> Floats:
+        rows = []
+        for _ in range(before + plays):
+            rows.append(np.asarray(mechanism(records), dtype=float))
+            if rows[-1].shape != (dimension,):
+                raise GredpError(f"a play released numbers of shape {rows[-1].shape}, not ({dimension},)")
+            if tick is not None:
+                tick(name, (before + plays) * (1 + len(chosen)))
+        return np.stack(rows)
+
+    noise = play("no canary", background)
+    share = alpha / len(chosen)
+    attacks = []
+    for name, unit in chosen.items():
+        unit = quietest(noise[:before]) if unit is None else unit
+        canary = LENGTH * clip_norm * unit
+        scores = play(name, np.vstack([canary, background])) @ unit
+        attacks.append(_judge(name, noise @ unit, scores, before, claim, share, delta))
+        if first_hit and attacks[-1].refuted:
+            break
+    return Finding(claim, tuple(attacks), plays, alpha, delta)
+
+
+def _judge(
+    name: str, without: Floats, with_: Floats, before: int, claim: Claim, alpha: float, delta: float
+) -> Attack:
+    if not (np.isfinite(without).all() and np.isfinite(with_).all()):
+        raise GredpError("a play released numbers that are not finite")
+    threshold = best_threshold(without[:before], with_[:before], claim, alpha)
+    without, with_ = without[before:], with_[before:]
+    found = rates(without, with_, threshold, alpha)
+    most_noise = multiplier_upper(found, claim)
+    return Attack(
+        name,
+        without,
+        with_,
+        threshold,
+        float(found.false_positive),
+        float(found.false_negative),
+        most_noise,
+        epsilon_lower(most_noise, claim, delta),
+        bool(excess(found, claim) > 0),
+    )
+
+
+def _histogram(attack: Attack) -> dict[str, Any]:
+    edges = np.histogram_bin_edges(np.concatenate([attack.without, attack.with_]), 40)
+    counts = {
+        k: np.histogram(v, edges)[0].tolist()
+        for k, v in (("without", attack.without), ("with", attack.with_))
+    }
+    return {"edges": [round(float(e), 6) for e in edges], **counts}

@@ -1,0 +1,185 @@
+"""What the game is played against: our engine, for one step or a whole run, or a function of a user's."""
+
+import copy
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gredp.audit.bounds import Floats
+from gredp.audit.canaries import Grid
+from gredp.audit.game import Mechanism
+from gredp.engine import PrivacyEngine
+from gredp.errors import GredpError
+from gredp.layers import BlockCirculantLinear, SpectralConv2d
+from gredp.privacy.ledger import Entry
+
+#: one Fourier grid of each kind: odd, two-dimensional, circulant
+GRIDS: tuple[Grid, ...] = ((15,), (4, 4), (8,))
+#: the expected batch, by which every sum is divided; the batch that is played is larger
+BATCH = 2
+
+
+class LinearLoss(nn.Module):
+    """A model whose loss is linear in its weights, so that a record's gradient is the record itself.
+
+    `[b, d]` → `[b]`. Every layer is a real one, with the rule, norm, transform and inverse of training: a
+    grid of odd length is a linear layer, of even length a circulant, of two axes a kernel.
+    """
+
+    def __init__(self, grids: tuple[Grid, ...] = GRIDS) -> None:
+        super().__init__()
+        self.grids = grids
+        kinds = {1: self._flat, 2: self._square}
+        self.layers = nn.ModuleList(kinds[len(grid)](grid) for grid in grids)
+
+    @staticmethod
+    def _flat(grid: Grid) -> nn.Module:
+        (n,) = grid
+        return BlockCirculantLinear(n, n, n, bias=False) if n % 2 == 0 else nn.Linear(n, 1, bias=False)
+
+    @staticmethod
+    def _square(grid: Grid) -> nn.Module:
+        return SpectralConv2d(1, 1, (grid[0], grid[1]), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(len(x))
+        for layer, grid, part in zip(
+            self.layers, self.grids, x.split([int(np.prod(g)) for g in self.grids], 1)
+        ):
+            if isinstance(layer, SpectralConv2d):
+                out = layer(part.view(-1, 1, *grid))
+            elif isinstance(layer, BlockCirculantLinear):
+                out = layer(
+                    part.flip(1).roll(1, 1)
+                )  # the first output of a circulant reads its input backwards
+            else:
+                out = layer(part)
+            total = total + out.flatten(1)[:, 0]
+        return total
+
+
+class EngineStep:
+    """One step of a private optimiser on a batch that holds every record; weights start at zero each time.
+
+    `entry` is what the ledger was charged for a step: the claim comes from there, not from the request.
+    """
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        noise_multiplier: float,
+        clip_norm: float = 1.0,
+        grids: tuple[Grid, ...] = GRIDS,
+        seed: int | None = None,
+    ) -> None:
+        self.grids, self.clip_norm = grids, clip_norm
+        self.options, self.noise_multiplier = options, noise_multiplier
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.model, self.optimizer, _, self.engine = self._private(torch.zeros(BATCH, self.dimension), 1.0)
+        step = self.optimizer.private_step
+        if step.shape is not None:
+            # Some weights far from 1, as if learned from earlier releases; what they are is public.
+            shares = 0.7 ** torch.arange(len(step.shape.sizes), dtype=torch.float64)
+            step.shape.learn(BATCH * shares / shares.norm(), 0.0)
+        self(np.zeros((BATCH, self.dimension)))
+        self.entry = self.engine.ledger.entries[-1]
+
+    @property
+    def dimension(self) -> int:
+        return sum(int(np.prod(grid)) for grid in self.grids)
+
+    def _private(self, data: Tensor, rate: float) -> tuple[Any, Any, Any, PrivacyEngine]:
+        engine = PrivacyEngine()
+        model = LinearLoss(self.grids)
+        module, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(TensorDataset(data), batch_size=BATCH),
+            noise_multiplier=self.noise_multiplier,
+            max_grad_norm=self.clip_norm,
+            sample_rate=rate,
+            noise_generator=self.generator,
+            **self.options,
+        )
+        return module, optimizer, loader, engine
+
+    def __call__(self, gradients: Floats) -> Floats:
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.zero_()
+        step = self.optimizer.private_step
+        held = copy.deepcopy(step.shape)
+        _train(self.model, self.optimizer, torch.from_numpy(gradients).float())
+        step.shape = held
+        return _moved(self.model, self.optimizer)
+
+
+class EngineRun(EngineStep):
+    """A whole run over the data set of these records: engine, Poisson sampler, optimiser, all new."""
+
+    def __init__(
+        self, options: dict[str, Any], noise_multiplier: float, steps: int, rate: float, **rest: Any
+    ) -> None:
+        self.steps, self.rate = steps, rate
+        super().__init__(options, noise_multiplier, **rest)
+
+    def __call__(self, gradients: Floats) -> Floats:
+        data = torch.from_numpy(gradients).float()
+        model, optimizer, loader, self.engine = self._private(data, self.rate)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        while self.engine.ledger.steps < self.steps:
+            for (x,) in loader:
+                if self.engine.ledger.steps < self.steps:
+                    _train(model, optimizer, x)
+        return _moved(model, optimizer)
+
+
+def _train(model: Any, optimizer: Any, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+
+
+def _moved(model: nn.Module, optimizer: Any) -> Floats:
+    """What the weights tell of the summed gradients: SGD with rate 1 from zero."""
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return -moved.double().numpy() * optimizer.expected_batch_size
+
+
+def claimed_entry(entry: Entry, claim: str) -> Entry:
+    """The ledger's proven multiplier, or the σ that the paper takes for it."""
+    if claim == "proven":
+        return Entry(entry.noise_multiplier, entry.sample_rate, entry.steps)
+    if entry.claimed_multiplier is None:
+        raise GredpError("the paper makes no claim about this method: use --claim proven")
+    return Entry(entry.claimed_multiplier, entry.sample_rate, entry.steps)
+
+
+def load_target(name: str) -> Mechanism:
+    """A user's `module:function`, found as Python finds modules, the current folder included."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise GredpError(f"--target takes module:function, not {name!r}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever a user's module does when it is loaded
+        raise GredpError(f"--target {name} cannot be loaded: {error}") from None
+    if not callable(found):
+        raise GredpError(f"--target {name} is not a function")
+
+    def step(gradients: Floats) -> Floats:
+        try:
+            return np.asarray(found(gradients), dtype=float)
+        except Exception as error:
+            raise GredpError(f"--target {name} failed: {type(error).__name__}: {error}") from None
+
+    return step
