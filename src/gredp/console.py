@@ -1,5 +1,6 @@
 """What a person sees: a progress bar while it runs, a table at the end."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -41,10 +42,10 @@ class Bar:
             self._progress.stop()
 
 
-def table(title: str, rows: list[tuple[str, str]]) -> None:
-    grid = Table(title=title, show_header=False, title_justify="left")
-    for name, value in rows:
-        grid.add_row(name, value)
+def table(title: str, rows: Sequence[tuple[str, ...]], header: Sequence[str] = ()) -> None:
+    grid = Table(*header, title=title, show_header=bool(header), title_justify="left")
+    for row in rows:
+        grid.add_row(*row)
     Console().print(grid)
 
 

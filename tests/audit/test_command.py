@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from gredp.audit import claims
+from gredp.audit import checks, claims, selftest
 from gredp.cli import main
 
 STEP = """
@@ -131,10 +131,13 @@ def test_all_shares_alpha_out_and_tells_expected_from_unexpected(capsys, monkeyp
 
 
 @pytest.mark.slow
-def test_all_within_five_minutes(capsys):
+def test_all_proven_claims_stand_and_all_of_the_papers_fall(capsys):
     status, out = audit(capsys, "--all", "--json")
     rows = json.loads(out)["rows"]
     assert status == 0
+    for row in rows:
+        if row["claim"] == "paper":
+            assert row["claimed_epsilon"] < row["audited_epsilon_lower"] < float(row["proven_epsilon"])
     assert [row["refuted"] for row in rows] == [case.must_fall for case in claims.CASES]
     assert math.isclose(sum(row["alpha"] for row in rows), 0.01)
 
@@ -171,3 +174,16 @@ def test_wrong_audits_are_refused_in_one_line(capsys, target, arguments, words):
     assert status == 2
     assert words in error
     assert error.strip().count("\n") == 0
+
+
+def test_the_self_test_shows_who_caught_what(capsys, monkeypatch):
+    refusals = [row for row in selftest.SELF_TEST if row.check is checks.refusal]
+    monkeypatch.setattr(selftest, "SELF_TEST", refusals)
+    status, out = audit(capsys, "--self-test")
+    assert status == 0
+    assert f"{len(refusals)} of {len(refusals)} caught" in out
+    harmless = selftest.Planted(lambda patch: None, checks.refusal, ("batch normalisation",))
+    monkeypatch.setattr(selftest, "SELF_TEST", [*refusals, harmless])
+    status, out = audit(capsys, "--self-test", "--json")
+    assert status == 3
+    assert [row["caught"] for row in json.loads(out)["self_test"]] == [True] * len(refusals) + [False]

@@ -11,10 +11,10 @@ from gredp.audit import bugs
 from gredp.audit.bounds import Claim
 from gredp.audit.canaries import directions, quietest
 from gredp.audit.checks import Effort
-from gredp.audit.claims import CASES, run_case
+from gredp.audit.claims import CASES, PLAYS, RUN_PLAYS, Case
 from gredp.audit.game import audit
 from gredp.audit.one_run import one_run
-from gredp.audit.selftest import SELF_TEST, self_test
+from gredp.audit.selftest import SELF_TEST
 from gredp.audit.victims import GRIDS, EngineRun, EngineStep, LinearLoss, claimed_entry
 from gredp.privacy.ledger import Entry
 
@@ -22,7 +22,7 @@ CLAIM = Claim((Entry(bugs.SIGMA, 1.0, 1),))
 
 
 def test_a_records_gradient_is_the_record():
-    model = LinearLoss()
+    model = LinearLoss((*GRIDS, (8,)))
     x = torch.randn(1, 39)
     model(x).sum().backward()
     torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), x[0])
@@ -40,7 +40,7 @@ def test_directions_are_what_they_are_called():
                 tuple(range(len(g))),
             ).ravel()
             + offset
-            for g, offset in zip(GRIDS, (0, 15, 31))
+            for g, offset in zip(GRIDS, (0, 15))
         ]
     )
     np.testing.assert_allclose(found["odd pair"][mirror], -found["odd pair"])
@@ -59,9 +59,9 @@ def test_the_quietest_direction_is_the_one_with_least_noise():
 def test_without_noise_the_engine_moves_by_the_clipped_canary(method):
     victim = EngineStep({"method": method}, 0.0)
     unit = directions(GRIDS, seed=1)["random"]
-    np.testing.assert_allclose(victim(np.vstack([100 * unit, np.zeros((3, 39))])), unit, atol=1e-5)
+    np.testing.assert_allclose(victim(np.vstack([100 * unit, np.zeros((3, 31))])), unit, atol=1e-5)
     run = EngineRun({"method": method}, 0.0, 3, 1.0)
-    np.testing.assert_allclose(run(np.vstack([100 * unit, np.zeros((3, 39))])), 3 * unit, atol=1e-5)
+    np.testing.assert_allclose(run(np.vstack([100 * unit, np.zeros((3, 31))])), 3 * unit, atol=1e-5)
     assert run.entry.steps == 3
 
 
@@ -100,14 +100,40 @@ def test_steps_that_release_nonsense_are_refused():
         audit(bugs.honest_step, ((8,),), CLAIM, plays=5)
 
 
+@pytest.mark.parametrize("noise", ["white", "real"])
+def test_a_claim_of_the_paper_falls_and_the_proven_one_stands(noise):
+    """Few plays, seeded; `gredp audit --all` plays every case, without a seed."""
+    options = {"method": "gredp", "noise": noise, "claim": "paper", "clipping": "flat"}
+    victim = EngineStep(options, 0.5, seed=3)
+    settings = {"plays": 400, "only": ("odd pair",), "seed": 3}
+    assert audit(victim, GRIDS, Claim((claimed_entry(victim.entry, "paper"),)), **settings).refuted
+    proven = Claim((claimed_entry(victim.entry, "proven"),))
+    assert not audit(victim, GRIDS, proven, alpha=1e-7, **settings).refuted
+
+
+def gaussian(z: float, steps: int, rate: float, seed: int):
+    """An ideal mechanism with less noise than it may claim."""
+    rng = np.random.default_rng(seed)
+
+    def step(gradients: np.ndarray) -> np.ndarray:
+        clipped = gradients / np.maximum(np.linalg.norm(gradients, axis=1, keepdims=True), 1)
+        return rng.binomial(steps, rate) * clipped.sum(0) + z * math.sqrt(steps) * rng.standard_normal(8)
+
+    return step
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.name}, {c.claim}")
-def test_proven_claims_stand_and_the_papers_fall(case):
-    """As in `gredp audit --all`, with seeded noise."""
-    row = run_case(case, 0.01 / len(CASES), seed=5)
-    assert row["refuted"] == case.must_fall
-    if case.must_fall:
-        assert row["claimed_epsilon"] < row["audited_epsilon_lower"] < row["proven_epsilon"]
+@pytest.mark.parametrize(("steps", "rate"), [(1, 1.0), (4, 1.0), (4, 0.5)])
+def test_a_noise_deficit_of_root_two_is_found_in_99_of_100_audits(steps, rate):
+    """Power at the settings of `gredp audit --all`."""
+    case = Case("", {}, "paper", steps, rate, 0.5 if steps == 1 else 1.0)
+    only = ("random",) if case.whole_run else ()
+    plays = RUN_PLAYS[rate] if case.whole_run else PLAYS
+    claim = Claim((Entry(case.sigma, rate, steps),))
+    victim = gaussian(case.sigma / math.sqrt(2), steps, rate, seed=2)
+    settings = {"plays": plays, "alpha": 0.01 / len(CASES), "only": only, "first_hit": True}
+    found = sum(audit(victim, ((8,),), claim, **settings, seed=i).refuted for i in range(200))
+    assert found >= 198
 
 
 def test_the_alarm_rings_for_gross_errors_and_not_otherwise():
@@ -131,20 +157,13 @@ QUICK = Effort(plays=600, alpha=1e-4, seed=1)
 
 @pytest.mark.parametrize("row", SELF_TEST, ids=lambda row: row.name)
 def test_every_planted_bug_is_caught(row):
+    """`gredp audit --self-test` does the same without a seed, and each game once more without its bug."""
     assert row.run(QUICK) is not None
 
 
 @pytest.mark.parametrize("row", {r.check: r for r in SELF_TEST}.values(), ids=lambda row: row.check.__name__)
 def test_no_check_speaks_up_without_a_bug(row):
     assert row.run(QUICK, with_bug=False) is None
-
-
-@pytest.mark.slow
-def test_the_self_test_catches_every_bug_and_nothing_else():
-    """As `gredp audit --self-test` runs it, every game also without its bug."""
-    rows = list(self_test())
-    assert len(rows) == len(SELF_TEST) >= 20
-    assert [row for row in rows if not row["caught"]] == []
 
 
 def test_patches_are_taken_back():

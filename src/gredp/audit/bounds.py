@@ -41,6 +41,8 @@ class Claim:
     @property
     def mu(self) -> float | None:
         """Sensitivity in noise deviations where the claim is that of one Gaussian mechanism, else None."""
+        if any(e.noise_multiplier == 0 for e in self.entries):
+            return math.inf
         if self.accountant != "pld" or any(e.sample_rate < 1 for e in self.entries):
             return None
         return math.hypot(*(math.sqrt(e.steps) / e.noise_multiplier for e in self.entries))
@@ -84,10 +86,8 @@ def excess(found: Rates, claim: Claim) -> Any:
     A Gaussian mechanism is held to its μ. Of any other claim each point (ε, δ) is taken: it allows no
     test with e^ε·FPR + FNR < 1 − δ, nor with the two exchanged.
     """
-    if any(e.noise_multiplier == 0 for e in claim.entries):
-        return np.full(np.shape(found.false_positive), -np.inf)  # ε = ∞ promises nothing
     if claim.mu is not None:
-        return mu_lower(found) - claim.mu
+        return mu_lower(found) - claim.mu  # −∞ where there is no noise: ε = ∞ promises nothing
     fp, fn = (np.asarray(rate)[..., None] for rate in (found.false_positive, found.false_negative))
     growth = np.exp(EPSILONS)
     return np.max(1 - claim.curve - np.minimum(growth * fp + fn, growth * fn + fp), -1)

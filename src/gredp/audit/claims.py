@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: noise of the game: at it the fewest plays tell σ from σ/√2
 SIGMA = 0.5
-PLAYS = 600
+PLAYS = 500
 #: by sampling rate; whole runs cost more than steps and are played along one direction only
 RUN_PLAYS = {1.0: 1000, 0.5: 3000}
 

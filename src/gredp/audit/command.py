@@ -16,10 +16,9 @@ from gredp.mechanisms.select import Claim, Method, Noise, mechanism
 from gredp.privacy.accountant import check_delta, round_up
 
 REFUTED, UNEXPECTED = 3, 1
-MEANING = (
-    "“refuted” is wrong with probability at most {alpha:g}; “not refuted” says that these attacks with so "
-    "many plays found no contradiction, and is no proof."
-)
+MEANING = """\
+"refuted" is wrong with probability at most {alpha:g}; "not refuted" says that these
+attacks with so many plays found no contradiction, and is no proof."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class AuditSettings:
     """steps of a run; more than one, or a rate below 1, plays whole runs"""
     sample_rate: float = 1.0
     plays: int | None = None
-    """plays that count, in each world and direction; half as many come before to fix thresholds"""
+    """plays that count, in each world and direction; a third as many come before to fix thresholds"""
     alpha: float = 0.01
     """chance of a false alarm of the whole command"""
     delta: float = 1e-5
@@ -240,37 +239,34 @@ def _epsilon(value: float | None) -> str:
 
 def _show(rows: list[dict[str, Any]], alpha: float) -> None:
     """The claim, what the attack proves of it, and the proven value, side by side."""
-    from rich.console import Console
-    from rich.table import Table
+    from gredp.console import table
 
-    grid = Table(title=f"ε at δ = {rows[0]['delta']:g}", title_justify="left")
-    for column in ("mechanism", "claim", "claimed", "audited ≥", "proven", "verdict"):
-        grid.add_column(column)
-    for row in rows:
-        lower = math.floor(100 * row["audited_epsilon_lower"]) / 100  # a lower bound is rounded down
-        grid.add_row(
+    shown = [
+        (
             row["name"] + (" (gross-error alarm)" if row["game"].startswith("one run") else ""),
             row["claim"],
             _epsilon(row["claimed_epsilon"]),
-            f"{lower:.2f}",
+            f"{math.floor(100 * row['audited_epsilon_lower']) / 100:.2f}",  # a lower bound is rounded down
             _epsilon(row["proven_epsilon"]),
             "REFUTED" if row["refuted"] else "not refuted",
         )
-    console = Console()
-    console.print(grid)
-    console.print(MEANING.format(alpha=alpha))
+        for row in rows
+    ]
+    header = ("mechanism", "claim", "claimed", "audited ≥", "proven", "verdict")
+    table(f"ε at δ = {rows[0]['delta']:g}", shown, header)
+    print(MEANING.format(alpha=alpha))
 
 
 def _show_self_test(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from gredp.console import table
 
-    grid = Table(title="planted bugs", title_justify="left")
-    for column in ("bug", "caught by", "which says"):
-        grid.add_column(column)
-    for row in rows:
-        caught = row["check"] if row["caught"] else "NOT CAUGHT"
-        grid.add_row(row["bug"], caught, row["says"] or row["false_alarm"] or "nothing")
-    console = Console()
-    console.print(grid)
-    console.print(f"{sum(row['caught'] for row in rows)} of {len(rows)} caught")
+    shown = [
+        (
+            row["bug"],
+            row["check"] if row["caught"] else "NOT CAUGHT",
+            row["says"] or row["false_alarm"] or "–",
+        )
+        for row in rows
+    ]
+    table("planted bugs", shown, ("bug", "caught by", "which says"))
+    print(f"{sum(row['caught'] for row in rows)} of {len(rows)} caught")

@@ -1,9 +1,10 @@
 """The game: was the canary in the data? Played many times against the same code, then judged.
 
-Each play gives a `Mechanism` the gradients of all records and gets what it releases. Half of the plays fix
-directions and thresholds, the other half is counted; α is shared out over the directions (Bonferroni).
+Each play gives a `Mechanism` the gradients of all records and gets what it releases. Some plays fix
+directions and thresholds, the others are counted; α is shared out over the directions (Bonferroni).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +107,7 @@ def audit(
 ) -> Finding:
     """Play against `mechanism` and hold the outcome against `claim`.
 
-    `plays` count in each world and direction, half as many come before to fix thresholds. `others` are
+    `plays` count in each world and direction, a third as many come before to fix thresholds. `others` are
     records without gradient that are in both worlds. `only` names directions; `first_hit` stops at the
     first refutation, which leaves the chance of a false one as it is.
     """
@@ -116,10 +117,9 @@ def audit(
         )
     chosen: dict[str, Floats | None] = {**directions(grids, seed), "quietest": None}
     chosen = {name: chosen[name] for name in only} if only else chosen
-    dimension = sum(int(np.prod(grid)) for grid in grids)
+    dimension = sum(math.prod(grid) for grid in grids)
     background = np.zeros((others, dimension))
-
-    before = plays // 2
+    before = plays // 3
 
     def play(name: str, records: Floats) -> Floats:
         rows = []
@@ -167,7 +167,7 @@ def _judge(
 
 
 def _histogram(attack: Attack) -> dict[str, Any]:
-    edges = np.histogram_bin_edges(np.concatenate([attack.without, attack.with_]), 40)
+    edges = np.histogram_bin_edges(np.concatenate([attack.without, attack.with_]), 24)
     counts = {
         k: np.histogram(v, edges)[0].tolist()
         for k, v in (("without", attack.without), ("with", attack.with_))
