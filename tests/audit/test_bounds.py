@@ -23,6 +23,7 @@ from gredp.audit.bounds import (
     rates,
     upper,
 )
+from gredp.audit.claims import CASES, PLAYS, RUN_PLAYS
 from gredp.privacy.accountant import deltas, epsilon
 from gredp.privacy.ledger import Entry
 
@@ -88,16 +89,16 @@ def test_the_multiplier_of_a_sampled_run_is_found_from_the_refuted_side():
     assert epsilon_lower(math.inf, claim, 1e-5) == 0
 
 
-def null_audit(rng: np.random.Generator, alpha: float, claim: Claim, plays: int) -> bool:
-    """An audit of a mechanism that is exactly as private as it claims."""
+def ideal_audit(rng, alpha: float, claim: Claim, plays: int, noise: float = 1.0) -> bool:
+    """An audit along one direction of a mechanism with `noise` times what the claim calls for."""
     entry = claim.entries[0]
-    scale = entry.noise_multiplier * math.sqrt(entry.steps)
+    scale = noise * entry.noise_multiplier * math.sqrt(entry.steps)
 
     def play(count: int) -> tuple[np.ndarray, np.ndarray]:
         shift = rng.binomial(entry.steps, entry.sample_rate, count)
         return scale * rng.standard_normal(count), shift + scale * rng.standard_normal(count)
 
-    threshold = best_threshold(*play(plays // 2), claim, alpha)
+    threshold = best_threshold(*play(plays // 3), claim, alpha)
     return bool(excess(rates(*play(plays), threshold, alpha), claim) > 0)
 
 
@@ -109,8 +110,27 @@ NULL = {"one step": ONE_STEP, "4 steps at rate 1/2": Claim((Entry(1.0, 0.5, 4),)
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_a_thousand_null_audits_raise_few_alarms(name, alpha):
     rng = np.random.default_rng(11)
-    alarms = sum(null_audit(rng, alpha, NULL[name], 400) for _ in range(1000))
+    alarms = sum(ideal_audit(rng, alpha, NULL[name], 400) for _ in range(1000))
     assert alarms <= 1000 * alpha + 3 * math.sqrt(1000 * alpha * (1 - alpha))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("claim", "plays", "directions"),
+    [
+        (ONE_STEP, PLAYS, 6),
+        (Claim((Entry(1.0, 1.0, 4),)), RUN_PLAYS[1.0], 1),
+        (NULL["4 steps at rate 1/2"], RUN_PLAYS[0.5], 1),
+    ],
+)
+def test_a_noise_deficit_of_root_two_is_found_in_99_of_100_audits(claim, plays, directions):
+    """Power at the settings of `gredp audit --all`."""
+    rng = np.random.default_rng(2)
+    alpha, noise = 0.01 / len(CASES) / directions, math.sqrt(0.5)
+    found = sum(
+        any(ideal_audit(rng, alpha, claim, plays, noise) for _ in range(directions)) for _ in range(500)
+    )
+    assert found >= 495
 
 
 def test_the_recorded_null_audits_of_the_engine_are_within_their_level():

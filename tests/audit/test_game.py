@@ -11,7 +11,6 @@ from gredp.audit import bugs
 from gredp.audit.bounds import Claim
 from gredp.audit.canaries import directions, quietest
 from gredp.audit.checks import Effort
-from gredp.audit.claims import CASES, PLAYS, RUN_PLAYS, Case
 from gredp.audit.game import audit
 from gredp.audit.one_run import one_run
 from gredp.audit.selftest import SELF_TEST
@@ -109,31 +108,6 @@ def test_a_claim_of_the_paper_falls_and_the_proven_one_stands(noise):
     assert audit(victim, GRIDS, Claim((claimed_entry(victim.entry, "paper"),)), **settings).refuted
     proven = Claim((claimed_entry(victim.entry, "proven"),))
     assert not audit(victim, GRIDS, proven, alpha=1e-7, **settings).refuted
-
-
-def gaussian(z: float, steps: int, rate: float, seed: int):
-    """An ideal mechanism with less noise than it may claim."""
-    rng = np.random.default_rng(seed)
-
-    def step(gradients: np.ndarray) -> np.ndarray:
-        clipped = gradients / np.maximum(np.linalg.norm(gradients, axis=1, keepdims=True), 1)
-        return rng.binomial(steps, rate) * clipped.sum(0) + z * math.sqrt(steps) * rng.standard_normal(8)
-
-    return step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("steps", "rate"), [(1, 1.0), (4, 1.0), (4, 0.5)])
-def test_a_noise_deficit_of_root_two_is_found_in_99_of_100_audits(steps, rate):
-    """Power at the settings of `gredp audit --all`."""
-    case = Case("", {}, "paper", steps, rate, 0.5 if steps == 1 else 1.0)
-    only = ("random",) if case.whole_run else ()
-    plays = RUN_PLAYS[rate] if case.whole_run else PLAYS
-    claim = Claim((Entry(case.sigma, rate, steps),))
-    victim = gaussian(case.sigma / math.sqrt(2), steps, rate, seed=2)
-    settings = {"plays": plays, "alpha": 0.01 / len(CASES), "only": only, "first_hit": True}
-    found = sum(audit(victim, ((8,),), claim, **settings, seed=i).refuted for i in range(200))
-    assert found >= 198
 
 
 def test_the_alarm_rings_for_gross_errors_and_not_otherwise():
