@@ -1,31 +1,34 @@
-"""One run of `gredp train`: data, model, engine, epochs, record."""
+"""One run of `gredp train`: data, model, engine, epochs, record; begun, resumed or forked."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp.data import Splits, load
 from gredp.engine import PrivacyEngine
+from gredp.errors import GredpError
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
-from gredp.sampling import BatchMemoryManager
-from gredp.training.record import describe, dumps, header, prepare_folder, write
-from gredp.training.settings import TrainSettings
+from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
+from gredp.sealed import read_document, write, write_document
+from gredp.training.checkpoint import load_weights
+from gredp.training.record import describe, dumps, header
+from gredp.training.settings import FILE, TrainSettings
+from gredp.training.signals import Stopped, Waiting, handled_by
 
 
 class Progress(Protocol):
     """What the loop tells while it runs."""
 
-    def begin(self, epochs: int) -> None: ...
+    def begin(self, epochs: int, done: int) -> None: ...
 
     def update(self, epsilon: float, accuracy: float) -> None: ...
 
@@ -34,6 +37,31 @@ class Progress(Protocol):
 class Run:
     folder: Path
     record: dict[str, Any]
+
+
+@dataclass
+class Session:
+    """One process' share of a run: what it works with, and how far the run has come."""
+
+    settings: TrainSettings
+    folder: Path
+    data: Splits
+    engine: PrivacyEngine
+    model: nn.Module
+    optimizer: PrivateOptimizer
+    loader: DataLoader[Any]
+    #: charged steps before the run (a fork's parent's), within it at most, and in one epoch
+    before: int
+    steps: int
+    per_epoch: int
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    updates: int = 0
+
+    @property
+    def charged(self) -> int:
+        """Steps of this run that are paid for, those that a crash lost included: they are gone."""
+        return self.engine.ledger.steps - self.before
 
 
 def centred(x: Tensor) -> Tensor:
@@ -50,36 +78,171 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
-    """Train as told, write `record.json` and `model.safetensors`, return the record."""
+    """Train as told, write `record.json` and `model.safetensors`, return the record.
+
+    The target ε is a ceiling: a run has a fixed number of steps, each is charged once, and steps that a crash
+    lost are not made up for.
+    """
     settings.check()
     data = load(settings.dataset, settings.data_dir)
+    engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True)
+    try:
+        session = _resume(settings, data, engine) if settings.resume else _begin(settings, data, engine)
+        waiting = Waiting()
+        with handled_by(waiting):
+            _epochs(session, waiting, progress)
+        return _finish(session)
+    finally:
+        engine.detach()
+
+
+def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
+    """A new run, or a fork: the ledger and the weights of another one, everything else anew."""
+    weights = engine.fork(settings.fork) if settings.fork is not None else None
+    target = {
+        "target_epsilon": settings.epsilon,
+        "target_delta": settings.delta,
+        "epochs": settings.epochs,
+    }
     folder = Path(settings.out or _new_folder(settings))
+    session = _session(settings, folder, data, engine, target, engine.ledger.steps)
+    if weights is not None:
+        load_weights(session.model, weights)
+    engine.save(folder, _progress(session))
+    facts = {
+        "settings": settings.kept(),
+        "data": describe_data(data),
+        "noise_multiplier": engine.requested_multiplier,
+        "before": session.before,
+    }
+    write_document(folder / FILE, facts)
+    return session
+
+
+def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
+    folder = Path(settings.resume or "")
+    if (folder / "record.json").exists():
+        raise GredpError(f"{folder} has finished: its budget is spent; --fork {folder} starts from it")
+    facts = read_document(folder / FILE)
+    was, told = facts["data"], describe_data(data)
+    if was != told:
+        key = next(k for k in told if told[k] != was.get(k))
+        raise GredpError(f"the data have changed: {key} was {was.get(key)} and is {told[key]}")
+    # The multiplier of the first start, not calibrated again: another version could find another digit.
+    session = _session(
+        settings, folder, data, engine, {"noise_multiplier": facts["noise_multiplier"]}, facts["before"]
+    )
+    done = engine.load(folder)
+    session.metrics, session.seconds, session.updates = done["metrics"], done["seconds"], done["updates"]
+    return session
+
+
+def _session(
+    settings: TrainSettings,
+    folder: Path,
+    data: Splits,
+    engine: PrivacyEngine,
+    noise: dict[str, Any],
+    before: int,
+) -> Session:
     torch.manual_seed(settings.seed)
-    name = settings.model or DEFAULT_MODEL.get(data.name, "model3")
-    model = build(name, data.input_shape, data.classes, settings.block_size)
-    engine = PrivacyEngine(accountant=settings.accountant)
+    model = build(_network(settings, data), data.input_shape, data.classes, settings.block_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
-    loader = DataLoader(TensorDataset(centred(data.x_train), data.y_train), batch_size=settings.batch_size)
-    model, private, loader = engine.make_private_with_epsilon(
+    make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
+    model, private, loader = make(
         module=model,
         optimizer=optimizer,
-        data_loader=loader,
-        target_epsilon=settings.epsilon,
-        target_delta=settings.delta,
-        epochs=settings.epochs,
+        data_loader=DataLoader(
+            TensorDataset(centred(data.x_train), data.y_train), batch_size=settings.batch_size
+        ),
         max_grad_norm=settings.clip_norm,
         method=settings.method,
         noise=settings.noise,
         claim=settings.claim,
         clipping=settings.clipping,
+        **noise,
         **settings.options(),
     )
-    prepare_folder(folder)
-    started = time.monotonic()
-    metrics = [
-        {"epoch": epoch, "proven_epsilon": engine.get_epsilon(settings.delta), "test_accuracy": share}
-        for epoch, share in _epochs(settings, model, private, loader, data, engine, progress)
-    ]
+    per_epoch = len(loader)
+    return Session(
+        settings, folder, data, engine, model, private, loader, before, per_epoch * settings.epochs, per_epoch
+    )
+
+
+def describe_data(data: Splits) -> dict[str, Any]:
+    """What a run notes of its data, and checks when it is resumed: counts and shapes.
+
+    No hash, keyed or not: with the run's folder in hand it would tell whether a guessed data set is the one.
+    """
+    return {
+        "name": data.name,
+        "records": len(data.x_train),
+        "test_records": len(data.x_test),
+        "classes": data.classes,
+        "input_shape": list(data.input_shape),
+    }
+
+
+def _progress(session: Session) -> dict[str, Any]:
+    return {"metrics": session.metrics, "seconds": session.seconds, "updates": session.updates}
+
+
+def _epochs(session: Session, waiting: Waiting, progress: Progress | None) -> None:
+    """Step until every step is charged; the ledger alone says how far the run has come."""
+    settings, engine = session.settings, session.engine
+    sampler = session.loader.batch_sampler
+    assert isinstance(sampler, PoissonBatchSampler)
+    x_test = centred(session.data.x_test)
+    if progress is not None:
+        progress.begin(settings.epochs, session.charged // session.per_epoch)
+    while not session.metrics or session.metrics[-1]["epoch"] < settings.epochs:
+        sampler.steps = min(
+            session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
+        )
+        _steps(session, waiting)
+        share = accuracy(session.model, x_test, session.data.y_test)
+        spent = engine.get_epsilon(settings.delta)
+        epoch = session.charged // session.per_epoch
+        session.metrics.append({"epoch": epoch, "proven_epsilon": spent, "test_accuracy": share})
+        engine.save(session.folder, _progress(session))
+        write(session.folder / "metrics.json", (dumps({"metrics": session.metrics}) + "\n").encode())
+        if progress is not None:
+            progress.update(spent, share)
+        _stop_if_told(session, waiting)
+
+
+def _steps(session: Session, waiting: Waiting) -> None:
+    """The sampler's steps, with a checkpoint now and then."""
+    started, saved = time.monotonic() - session.seconds, time.monotonic()
+    with BatchMemoryManager(
+        data_loader=session.loader,
+        max_physical_batch_size=session.settings.max_physical_batch_size,
+        optimizer=session.optimizer,
+    ) as parts:
+        for x, y in parts:
+            charged = session.charged
+            session.optimizer.zero_grad()
+            F.cross_entropy(session.model(x), y).backward()
+            session.optimizer.step()
+            now = time.monotonic()
+            session.seconds, session.updates = now - started, session.updates + session.charged - charged
+            if session.charged > charged and now - saved >= session.settings.checkpoint_seconds:
+                session.engine.save(session.folder, _progress(session))
+                saved = now
+            if waiting.number is not None:
+                session.engine.save(session.folder, _progress(session))
+                _stop_if_told(session, waiting)
+
+
+def _stop_if_told(session: Session, waiting: Waiting) -> None:
+    """Leave, the state being saved."""
+    if waiting.number is not None:
+        where = f" after {session.charged} of {session.steps} steps; go on with: gredp train --resume"
+        raise Stopped(waiting.number, f"{where} {session.folder}")
+
+
+def _finish(session: Session) -> Run:
+    settings, engine, private = session.settings, session.engine, session.optimizer
     guarantee = {
         "proven_epsilon": engine.get_epsilon(settings.delta),
         "claimed_epsilon": engine.get_claimed_epsilon(settings.delta),
@@ -90,60 +253,33 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
         "steps": engine.ledger.steps,
         "sample_rate": private.sample_rate,
     }
+    written = engine.ledger.file.written if engine.ledger.file else None
     record = {
         **header(),
-        "settings": asdict(settings) | {"model": name, "block": settings.block_size},
-        "data": {
-            "name": data.name,
-            "records": len(data.x_train),
-            "test_records": len(data.x_test),
-            "classes": data.classes,
-        },
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "settings": settings.kept()
+        | {"model": _network(settings, session.data), "block": settings.block_size},
+        "data": describe_data(session.data),
+        "parameters": sum(p.numel() for p in session.model.parameters()),
         "guarantee": guarantee | {"neighbours": "add or remove one record"},
         "certificate": describe(private.certificate),
         "ledger": engine.ledger.to_json(),
-        "metrics": metrics,
-        "test_accuracy": metrics[-1]["test_accuracy"],
+        "starts": written.incarnations if written else 1,
+        "steps_lost": session.charged - session.updates,
+        "metrics": session.metrics,
+        "test_accuracy": session.metrics[-1]["test_accuracy"],
         "selection": "the last epoch; no epoch or setting was chosen by this run",
-        "seconds": round(time.monotonic() - started, 2),
+        "seconds": round(session.seconds, 2),
     }
-    engine.detach()
-    save_file(
-        {key: value.contiguous() for key, value in model.state_dict().items()}, folder / "model.safetensors"
-    )
-    write(folder / "record.json", dumps(record))
-    return Run(folder, record)
+    weights = {key: value.contiguous() for key, value in session.model.state_dict().items()}
+    write(session.folder / "model.safetensors", save(weights))
+    write(session.folder / "record.json", (dumps(record) + "\n").encode())
+    return Run(session.folder, record)
+
+
+def _network(settings: TrainSettings, data: Splits) -> str:
+    return settings.model or DEFAULT_MODEL.get(data.name, "model3")
 
 
 def _new_folder(settings: TrainSettings) -> Path:
     stem = Path(settings.dataset).stem
     return Path("runs") / f"{stem}-{settings.method}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-
-
-def _epochs(
-    settings: TrainSettings,
-    model: nn.Module,
-    optimizer: PrivateOptimizer,
-    loader: DataLoader[Any],
-    data: Splits,
-    engine: PrivacyEngine,
-    progress: Progress | None,
-) -> Iterator[tuple[int, float]]:
-    x_test = centred(data.x_test)
-    if progress is not None:
-        progress.begin(settings.epochs)
-    for epoch in range(1, settings.epochs + 1):
-        with BatchMemoryManager(
-            data_loader=loader,
-            max_physical_batch_size=settings.max_physical_batch_size,
-            optimizer=optimizer,
-        ) as parts:
-            for x, y in parts:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-        share = accuracy(model, x_test, data.y_test)
-        if progress is not None:
-            progress.update(engine.get_epsilon(settings.delta), share)
-        yield epoch, share
