@@ -51,7 +51,7 @@ def test_rail_a_computes_no_epsilon(path):
     assert {name for name in imports(path) if name.startswith("gredp.privacy")} <= allowed
 
 
-def test_random_numbers_are_drawn_in_two_places_only():
+def test_random_numbers_are_drawn_in_named_places_only():
     random = (
         "torch.rand",
         "torch.normal",
@@ -66,8 +66,9 @@ def test_random_numbers_are_drawn_in_two_places_only():
         for p in FILES
         if any(call.startswith(random) or call.endswith((".normal_", ".uniform_")) for call in calls(p))
     }
-    # The third sets a layer's first weights, from torch's global seed.
-    assert found == {"gradient/noise.py", "sampling.py", "layers/block_circulant.py"}
+    # Secrets come from the first; the next two also take a caller's generator; the last sets a layer's first
+    # weights, from torch's global seed.
+    assert found == {"randomness.py", "gradient/noise.py", "sampling.py", "layers/block_circulant.py"}
 
 
 def test_no_pickle_is_loaded():

@@ -111,8 +111,8 @@ def divisor_from_the_batch_that_was_drawn(patch: Patch) -> None:
 def steps_from_the_length_of_the_data(patch: Patch) -> None:
     honest = sampling.PoissonBatchSampler.__init__
 
-    def init(self, records, sample_rate, steps, generator=None):
-        honest(self, records, sample_rate, records // 2, generator)
+    def init(self, records, sample_rate, steps, *source):
+        honest(self, records, sample_rate, records // 2, *source)
 
     patch.setattr(sampling.PoissonBatchSampler, "__init__", init)
 
@@ -217,7 +217,7 @@ def calibration_from_the_wrong_side(patch: Patch) -> None:
 
 def noise_from_the_global_seed(patch: Patch) -> None:
     patch.setattr(
-        noise.GeneratorSource, "normal", lambda self, shape, like: torch.randn(shape, dtype=like.dtype)
+        noise.SecretSource, "normal", lambda self, shape, like: torch.randn(shape, dtype=like.dtype)
     )
 
 

@@ -41,7 +41,7 @@ def test_small_rates_are_met_exactly():
     smallest = math.ceil(rate * size) / size
     assert smallest / rate > 1.01  # the fault that double precision avoids
     sampler = PoissonBatchSampler(10, rate, 1)
-    assert torch.rand(1, dtype=torch.float64, generator=sampler.generator).dtype == torch.float64
+    assert float(sampler._uniform(1000).mul(2.0**53).fmod(2).sum()) > 400  # the last of 53 bits is random
     count = sum(len(batch) for batch in draws(1_000_000, 1e-4, 20))
     assert abs(count - 2000) <= 6 * math.sqrt(2000)
 

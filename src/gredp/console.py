@@ -61,6 +61,8 @@ def show_run(run: "Run") -> None:
         ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}"),
         ("run", str(run.folder)),
     ]
+    if record["insecure"]:
+        rows.insert(0, ("INSECURE", "noise from --insecure-seed: the ε below holds for nobody who knows it"))
     if record["steps_lost"]:
         rows.insert(-1, ("lost in crashes", f"{record['steps_lost']} steps, charged all the same"))
     table(f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from gredp.distributed import refuse_many_processes
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
-from gredp.gradient.noise import GeneratorSource, NoiseSource, OperatingSystemSource
+from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms import Mechanism, mechanism
 from gredp.mechanisms.select import noise_scale
@@ -24,6 +24,7 @@ from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
 from gredp.privacy.ledger import Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
+from gredp.randomness import Secret
 from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
 from gredp.training.checkpoint import model_tensors, restore, write_checkpoint
 from gredp.training.run_folder import RunFolder
@@ -41,13 +42,17 @@ class PrivacyEngine:
     one record, provided that the loss is a sum or mean over records of terms that depend on one record
     each, and that nothing but the returned objects has touched the data.
 
-    `accountant` is "pld" (default, tighter) or "rdp"; Opacus' "prv" means "pld" here. `secure_mode` draws
-    all noise from the operating system's cryptographic generator.
+    `accountant` is "pld" (default, tighter) or "rdp"; Opacus' "prv" means "pld" here. Noise and batches come
+    from a secret of this engine through a cryptographic keystream; `secure_mode` refuses generators that
+    would take its place. `secret` is for tests.
     """
 
-    def __init__(self, *, accountant: str = "pld", secure_mode: bool = False) -> None:
+    def __init__(
+        self, *, accountant: str = "pld", secure_mode: bool = False, secret: Secret | None = None
+    ) -> None:
         name: Any = "pld" if accountant == "prv" else accountant
         self.secure_mode = secure_mode
+        self.secret = secret or Secret()
         self.ledger = Ledger()
         self.accountant = Accountant(self.ledger, name)
         self._capture: Capture | None = None
@@ -94,11 +99,11 @@ class PrivacyEngine:
         | poisson_sampling=False, more than one process | refused |
         """
         if self.secure_mode and noise_generator is not None:
-            raise GredpError("secure_mode takes noise from the operating system: give no noise_generator")
+            raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
         chosen = mechanism(method, noise, claim, clipping, **options)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate)
+        loader = poisson_loader(data_loader, sample_rate, self.secret)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         expected = _expected_batch_size(data_loader, sampler)
@@ -116,7 +121,7 @@ class PrivacyEngine:
             capture.detach()
             raise
         source: NoiseSource = (
-            OperatingSystemSource() if self.secure_mode else GeneratorSource(noise_generator)
+            SecretSource(self.secret) if noise_generator is None else GeneratorSource(noise_generator)
         )
         self._capture = capture
         private = PrivateOptimizer(
@@ -161,7 +166,7 @@ class PrivacyEngine:
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate)
+        loader = poisson_loader(data_loader, sample_rate, self.secret)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         steps = int(epochs) * sampler.steps
@@ -271,7 +276,7 @@ class PrivacyEngine:
     def _keep(self, folder: RunFolder) -> None:
         """Begin a new incarnation in `folder` and charge its ledger from now on."""
         assert folder.ledger is not None
-        folder.ledger.start()
+        self.secret.incarnation = folder.ledger.start()
         self.ledger.keep_in(folder.ledger)
         self._folder = folder
 

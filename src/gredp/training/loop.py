@@ -17,6 +17,7 @@ from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
+from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
@@ -85,7 +86,8 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
     """
     settings.check()
     data = load(settings.dataset, settings.data_dir)
-    engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True)
+    secret = Secret(settings.insecure_seed)
+    engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
     try:
         session = _resume(settings, data, engine) if settings.resume else _begin(settings, data, engine)
         waiting = Waiting()
@@ -264,6 +266,7 @@ def _finish(session: Session) -> Run:
         "certificate": describe(private.certificate),
         "ledger": engine.ledger.to_json(),
         "starts": written.incarnations if written else 1,
+        "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
         "metrics": session.metrics,
         "test_accuracy": session.metrics[-1]["test_accuracy"],

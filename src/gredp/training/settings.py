@@ -52,6 +52,8 @@ class TrainSettings:
     """records in memory at once; the result does not depend on it"""
     seed: int = 0
     """for initialisation only; noise and sampling are always secret"""
+    insecure_seed: int | None = None
+    """for tests only: makes noise and batches repeatable, and the run worthless as a private one"""
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
     out: str | None = None
