@@ -8,15 +8,18 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent / "laws"))  # the named tests live there
+sys.path += [str(Path(__file__).parent / folder) for folder in ("laws", "training")]  # the named tests
 
 import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
+import test_runs
 
 import gredp.gradient.capture as capture
 import gredp.gradient.clip as clip
@@ -26,10 +29,14 @@ import gredp.gradient.step as step
 import gredp.optimizer as optimizer
 import gredp.privacy.calibrate as calibrate
 import gredp.privacy.ledger as ledger
+import gredp.privacy.ledger_file as ledger_file
+import gredp.randomness as randomness
 import gredp.sampling as sampling
 import gredp.spectrum as spectrum
+import gredp.training.checkpoint as checkpoint
 import gredp.validation as validation
 import test_engine
+import test_randomness
 import test_sampling
 import test_validation
 
@@ -284,7 +291,58 @@ def unfrozen_parameters_stepped(patch: Patch) -> None:
     patch.setattr(optimizer.PrivateOptimizer, "__init__", init)
 
 
+def the_start_left_out_of_the_key(patch: Patch) -> None:
+    """Noise replayed after a resume, where nothing else tells two starts apart."""
+    honest = randomness.Secret.keystream
+
+    def replayed(self, *rest):
+        self.incarnation = 0
+        return honest(self, *rest)
+
+    patch.setattr(randomness.Secret, "keystream", replayed)
+
+
+def a_step_noised_again(patch: Patch) -> None:
+    patch.setattr(noise.SecretSource, "begin", lambda self, step: None)
+
+
+def charges_forgotten_on_resume(patch: Patch) -> None:
+    patch.setattr(ledger.Ledger, "keep_in", lambda self, file: setattr(self, "file", file))
+
+
+def charges_written_late(patch: Patch) -> None:
+    """Each charge reaches the disk with the next one."""
+    honest, held = ledger_file.LedgerFile.append, []
+
+    def late(self, entry):
+        for previous in held:
+            honest(self, previous)
+        held[:] = [entry]
+
+    patch.setattr(ledger_file.LedgerFile, "append", late)
+
+
+def a_fork_that_forgets_its_parent(patch: Patch) -> None:
+    patch.setattr(ledger.Ledger, "begin_with", lambda self, entries: None)
+
+
+def contracts_not_compared(patch: Patch) -> None:
+    patch.setattr(checkpoint, "contract", lambda optimizer: {})
+
+
 # ------------------------------------------------------------------ who catches them
+
+
+def in_a_new_folder(test: Callable[..., None]) -> Callable[..., None]:
+    @wraps(test)
+    def called(*arguments):
+        with TemporaryDirectory() as folder:
+            test(Path(folder), *arguments)
+
+    return called
+
+
+stays_charged = in_a_new_folder(test_runs.test_steps_after_the_last_checkpoint_stay_charged)
 
 
 @dataclass(frozen=True)
@@ -372,6 +430,22 @@ MUTANTS = [
     Mutant(
         unfrozen_parameters_stepped,
         test_validation.test_a_parameter_unfrozen_after_make_private_is_refused_or_stays,
+    ),
+    Mutant(
+        the_start_left_out_of_the_key,
+        test_randomness.test_digests_of_all_draws_are_unique_over_steps_blocks_and_incarnations,
+    ),
+    Mutant(a_step_noised_again, test_randomness.test_a_step_is_noised_once),
+    Mutant(charges_forgotten_on_resume, stays_charged),
+    Mutant(charges_written_late, stays_charged),
+    Mutant(
+        a_fork_that_forgets_its_parent,
+        in_a_new_folder(test_runs.test_a_fork_begins_with_what_its_parent_spent),
+    ),
+    Mutant(
+        contracts_not_compared,
+        in_a_new_folder(test_runs.test_changed_settings_are_refused_with_both_values),
+        ({"noise_multiplier": 1.1}, "another noise_multiplier"),
     ),
     Mutant(weights_learned_before_the_release, test_engine.test_shaped_noise_learns_from_releases_only),
 ]

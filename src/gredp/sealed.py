@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def read(path: Path, limit: int = LARGEST_TEXT) -> bytes:
     except FileNotFoundError:
         raise Damaged(f"{path} is not there") from None
     except OSError as error:
-        raise cannot(path, "read", error) from None
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def write(path: Path, content: bytes) -> None:
@@ -67,6 +68,8 @@ def write(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)  # a full disk needs the room
         raise cannot(path, "written", error) from None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
+from gredp.sealed import one_line
 
 EMBEDDED = "digits"
 #: number of classes of the data sets that are known by name
@@ -79,12 +80,14 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
         if sum(sizes.values()) > LARGEST_FILE:
             raise GredpError(f"{path} unpacks to {sum(sizes.values())} bytes, more than {LARGEST_FILE}")
         with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in ARRAYS}
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
-        if isinstance(error, GredpError):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise GredpError(f"{path} cannot be read: {reason}") from None
+            arrays = {name: archive[name] for name in ARRAYS}
+        if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+            raise GredpError(f"{path} holds a member that is not a NumPy array")
+        return arrays
+    except GredpError:
+        raise
+    except Exception as error:  # whatever a crafted archive makes the readers raise, memory errors included
+        raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
 
 
 def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:

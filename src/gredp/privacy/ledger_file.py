@@ -133,8 +133,8 @@ class LedgerFile:
         text, mark = seal(json.dumps(line), self.written.seals[-1])
         try:
             content = text.encode()
-            if os.write(self._descriptor, content) != len(content):
-                raise OSError("only a part of the line was written")
+            while content:  # a disk that is nearly full takes a part, and says why with the next
+                content = content[os.write(self._descriptor, content) :]
             os.fsync(self._descriptor)
         except OSError as error:
             self.close()  # the line may be there in part; only a new start may put it right

@@ -78,7 +78,7 @@ def _group(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
 
 def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimizer) -> dict[str, Any]:
     """Put everything back; gives the caller's progress. Another contract than the checkpoint's is refused."""
-    now, then = contract(optimizer), checkpoint.facts["contract"]
+    now, then = contract(optimizer), checkpoint.facts.get("contract", {})
     for key in now:
         if now[key] != then.get(key):
             was, told = (f" ({json.dumps(x)})" if key != "plan" else "" for x in (then.get(key), now[key]))
@@ -86,17 +86,26 @@ def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimiz
                 f"the run was started with another {key}{was} than is asked for now{told}: "
                 "a run goes on as it began; to change it, fork the run"
             )
-    load_weights(module, model_tensors(checkpoint))
-    inner = checkpoint.facts["optimizer"]
-    state: dict[int, dict[str, Any]] = {int(index): dict(row) for index, row in inner["state"].items()}
+    try:
+        load_weights(module, model_tensors(checkpoint))
+        _restore_optimizer(checkpoint, optimizer)
+        shape = optimizer.private_step.shape
+        if shape is not None:
+            shape.restore(_group(checkpoint, "shape"))
+        return dict(checkpoint.facts["progress"])
+    except GredpError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise GredpError(f"the checkpoint is not of this version of gredp: {one_line(error)}") from None
+
+
+def _restore_optimizer(checkpoint: Checkpoint, optimizer: PrivateOptimizer) -> None:
+    kept = checkpoint.facts["optimizer"]
+    state: dict[int, dict[str, Any]] = {int(index): dict(row) for index, row in kept["state"].items()}
     for name, tensor in _group(checkpoint, "optimizer").items():
         index, _, key = name.partition("/")
         state.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": inner["param_groups"]})
-    shape = optimizer.private_step.shape
-    if shape is not None:
-        shape.restore(_group(checkpoint, "shape"))
-    return checkpoint.facts["progress"]
+    optimizer.load_state_dict({"state": state, "param_groups": kept["param_groups"]})
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:

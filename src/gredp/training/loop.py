@@ -1,6 +1,7 @@
 """One run of `gredp train`: data, model, engine, epochs, record; begun, resumed or forked."""
 
 import time
+import warnings
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -123,8 +124,7 @@ def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Sess
 
 def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
     folder = Path(settings.resume or "")
-    if (folder / "record.json").exists():
-        raise GredpError(f"{folder} has finished: its budget is spent; --fork {folder} starts from it")
+    _refuse_finished(folder)
     facts = read_document(folder / FILE)
     was, told = facts["data"], describe_data(data)
     if was != told:
@@ -135,7 +135,15 @@ def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Ses
         settings, folder, data, engine, {"noise_multiplier": facts["noise_multiplier"]}, facts["before"]
     )
     done = engine.load(folder)
+    _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
     session.metrics, session.seconds, session.updates = done["metrics"], done["seconds"], done["updates"]
+    lost = session.charged - session.updates
+    if lost:
+        warnings.warn(
+            f"{lost} of {session.charged} steps were lost with an interruption; they stay charged, "
+            f"and {session.steps - session.charged} are left",
+            stacklevel=2,
+        )
     return session
 
 
@@ -169,6 +177,11 @@ def _session(
     return Session(
         settings, folder, data, engine, model, private, loader, before, per_epoch * settings.epochs, per_epoch
     )
+
+
+def _refuse_finished(folder: Path) -> None:
+    if (folder / "record.json").exists():
+        raise GredpError(f"{folder} has finished: its budget is spent; --fork {folder} starts from it")
 
 
 def describe_data(data: Splits) -> dict[str, Any]:

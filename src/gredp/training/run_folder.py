@@ -92,7 +92,7 @@ class RunFolder:
 
     def newest(self) -> Checkpoint:
         """The newest whole checkpoint; damaged ones are passed over with a warning."""
-        for number in sorted(self._numbers(), reverse=True):
+        for number in sorted(self._numbers(".json"), reverse=True):
             try:
                 found = self._read(number)
             except Damaged as error:
@@ -123,9 +123,10 @@ class RunFolder:
             )
         return Checkpoint(tensors, facts)
 
-    def _numbers(self) -> list[int]:
-        """Numbers of checkpoints that were begun, whole or not."""
-        stems = (p.name.removeprefix("checkpoint-").split(".")[0] for p in self.path.glob("checkpoint-*"))
+    def _numbers(self, end: str = "") -> list[int]:
+        """Numbers of checkpoints that were begun; with ".json", of those that were finished."""
+        names = (p.name for p in self.path.glob(f"checkpoint-*{end}"))
+        stems = (name.removeprefix("checkpoint-").split(".")[0] for name in names)
         return sorted({int(stem) for stem in stems if stem.isdecimal()})
 
     def _file(self, number: int, kind: str) -> Path:
