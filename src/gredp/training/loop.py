@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from gredp.data import Splits, load
 from gredp.engine import PrivacyEngine
@@ -69,6 +69,22 @@ class Session:
 def centred(x: Tensor) -> Tensor:
     """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own."""
     return 2 * x - 1
+
+
+class Records(Dataset[tuple[Tensor, Tensor]]):
+    """Training records, centred as they are read; a batch is read at once."""
+
+    def __init__(self, data: Splits) -> None:
+        self.x, self.y = data.x_train, data.y_train
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(centred(self.x[indices]), self.y[indices]))
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -162,9 +178,7 @@ def _session(
     model, private, loader = make(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(
-            TensorDataset(centred(data.x_train), data.y_train), batch_size=settings.batch_size
-        ),
+        data_loader=DataLoader(Records(data), batch_size=settings.batch_size),
         max_grad_norm=settings.clip_norm,
         method=settings.method,
         noise=settings.noise,

@@ -26,7 +26,8 @@ class TrainSettings:
     """Train a network privately; without options, a small LeNet on the embedded digits at (2, 1e-5)."""
 
     dataset: str = "digits"
-    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, or the path of your own .npz"""
+    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz, or of a
+    folder of .npy files for data larger than memory"""
     model: str | None = None
     """lenet-small, lenet5, model3, resnet20 or alexnet; by default the one that goes with the data set"""
     block: int | None = None
