@@ -92,6 +92,7 @@ def test_the_table_shows_the_proven_figure_first(capsys):
     assert 0 < out.index("proven ε") < out.index("claimed ε")
 
 
+@pytest.mark.fault("bad options")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -190,6 +191,7 @@ def image(value):
     return x
 
 
+@pytest.mark.fault("bad data")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -217,6 +219,7 @@ def test_bad_data_is_refused_at_load(capsys, tmp_path, change, words):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fault("crafted data")
 def test_files_that_are_no_archives_are_refused(capsys, tmp_path):
     file = tmp_path / "mine.npz"
     file.write_bytes(b"not a zip")
@@ -230,6 +233,7 @@ def test_files_that_are_no_archives_are_refused(capsys, tmp_path):
         refused(capsys, "train", "--dataset", str(file), "--out", str(tmp_path / "run"))
 
 
+@pytest.mark.fault("bad options")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -55,6 +55,7 @@ def test_uniform_numbers_lie_above_zero_and_have_53_bits():
     assert len(Secret(3).uniform(0, "x")) == 0
 
 
+@pytest.mark.fault("noise reuse")
 def test_digests_of_all_draws_are_unique_over_steps_blocks_and_incarnations():
     """Under one and the same seed, so that nothing but the labels can keep them apart."""
     digests, draws = set(), 0
@@ -96,6 +97,7 @@ def test_a_secret_is_neither_copied_nor_stored():
     assert repr(engine.secret) == "Secret()"
 
 
+@pytest.mark.fault("secret")
 def test_no_file_of_a_run_holds_the_secret(capsys, tmp_path, monkeypatch):
     """Raw, in hex, in base64 or as a number; nor any key that was derived from it."""
     secrets, derive = [], hmac.digest

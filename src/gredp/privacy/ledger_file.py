@@ -67,7 +67,11 @@ class Written:
 
 def read_ledger(path: Path) -> Written:
     """Verify every seal; anything but a last line cut off is refused."""
-    *lines, rest = read(path).split(b"\n")
+    return parse(path, read(path))
+
+
+def parse(path: Path, content: bytes) -> Written:
+    *lines, rest = content.split(b"\n")
     written = Written(torn=bool(rest))
     mark = ""
     for number, line in enumerate(lines, 1):
@@ -105,9 +109,10 @@ class LedgerFile:
     @classmethod
     def open(cls, path: Path) -> "LedgerFile":
         """Verified; a line that a crash cut off is replaced by the whole line that charges its step."""
-        written = read_ledger(path)
+        content = read(path)
+        written = parse(path, content)
         if written.torn:
-            whole = read(path).rpartition(b"\n")[0] + b"\n"
+            whole = content.rpartition(b"\n")[0] + b"\n"
             if written.cost is not None:
                 line = {"line": "step", "step": written.steps, "torn": True}
                 whole += seal(json.dumps(line), written.seals[-1])[0].encode()
