@@ -236,8 +236,11 @@ class PrivacyEngine:
         | a damaged checkpoint | the one before it, with a warning; if there is none, refused |
         | a damaged or shortened ledger | refused: what was spent is not known any more |
         | steps charged to this engine before | refused |
+        | a noise_generator was given | refused: seeded alike, it would repeat its noise |
         """
         module, optimizer = self._private()
+        if not isinstance(optimizer.private_step.source, SecretSource):
+            raise GredpError("a run goes on with fresh noise: make it private without a noise_generator")
         if self._folder is not None or self.ledger.steps:
             raise GredpError(
                 f"this engine has charged {self.ledger.steps} steps already: load into a new one"

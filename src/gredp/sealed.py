@@ -14,7 +14,7 @@ from typing import Any
 
 from gredp.errors import GredpError
 
-#: largest text that is read; a ledger of five million steps fits
+#: largest text that is read; a ledger of ten million steps fits
 LARGEST_TEXT = 1 << 30
 
 

@@ -95,6 +95,18 @@ def test_a_kill_at_any_point_loses_at_most_the_steps_since_the_checkpoint(
     assert record["steps_lost"] == lost
 
 
+@pytest.mark.fault("kill points")
+@pytest.mark.parametrize("method", ["--method plain", "--noise shaped", "--method spectral_dp --claim paper"])
+def test_every_method_goes_on(folder, method):
+    arguments = train_arguments(folder, *method.split())
+    assert run(folder, arguments, lambda: kill_at("before update 8")) == -signal.SIGKILL
+    assert_nothing_was_forgotten(folder)
+    assert resume(folder) == 0, error(folder)
+    assert "3 of 8 steps were lost with an interruption; they stay charged, and 2 are left" in error(folder)
+    record = json.loads((folder / "run" / "record.json").read_text())
+    assert (record["guarantee"]["steps"], record["steps_lost"]) == (STEPS, 3)
+
+
 @pytest.mark.fault("kill at start")
 @pytest.mark.parametrize("nth", range(1, 10))
 def test_a_kill_while_the_run_begins_leaves_nothing_half_done(folder, nth):

@@ -1,7 +1,10 @@
 """Runs that are interrupted and go on: nothing is lost that can be kept, and nothing spent is forgotten."""
 
 import json
+import os
 import shutil
+import signal
+import time
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from gredp import GredpError, PrivacyEngine
 from gredp.cli import main
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger_file import read_ledger
+from gredp.training.run_folder import RunFolder
 from worlds import MECHANISMS, one_step, records, small_model
 
 DELTA = 1e-5
@@ -193,6 +197,30 @@ def test_a_copied_folder_charges_both_branches(tmp_path):
         one_step(model, private, *batches(1)[0])
         engine.detach()
         assert read_ledger(tmp_path / name / "ledger").steps == 2
+
+
+def test_a_lock_does_not_pass_to_forked_workers(tmp_path):
+    """Workers outlive a killed process for a while; the run must not wait for them."""
+    held = RunFolder.create(tmp_path / "run")
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    with pytest.raises(GredpError, match=f"in use by process {os.getpid()}"):
+        RunFolder.open(tmp_path / "run")
+    held.close()
+    RunFolder.open(tmp_path / "run").close()
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+
+
+def test_a_generator_that_could_repeat_its_noise_is_refused(tmp_path):
+    _, _, engine = world(noise_multiplier=1.0)
+    engine.save(tmp_path / "run")
+    engine.detach()
+    _, _, engine = world(noise_multiplier=1.0, noise_generator=torch.Generator())
+    with pytest.raises(GredpError, match="without a noise_generator"):
+        engine.load(tmp_path / "run")
 
 
 def test_the_last_two_checkpoints_are_kept(tmp_path):

@@ -18,6 +18,7 @@ from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.ledger_file import Written
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
@@ -52,18 +53,36 @@ class Session:
     model: nn.Module
     optimizer: PrivateOptimizer
     loader: DataLoader[Any]
-    #: charged steps before the run (a fork's parent's), within it at most, and in one epoch
-    before: int
-    steps: int
     per_epoch: int
     metrics: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     updates: int = 0
+    signal: Waiting = field(default_factory=Waiting)
+
+    @property
+    def steps(self) -> int:
+        return self.per_epoch * self.settings.epochs
+
+    @property
+    def written(self) -> Written:
+        assert self.engine.ledger.file is not None
+        return self.engine.ledger.file.written
 
     @property
     def charged(self) -> int:
         """Steps of this run that are paid for, those that a crash lost included: they are gone."""
-        return self.engine.ledger.steps - self.before
+        return self.written.steps - self.written.inherited
+
+    def save(self) -> None:
+        done = {"metrics": self.metrics, "seconds": self.seconds, "updates": self.updates}
+        self.engine.save(self.folder, done)
+
+    def stop_if_told(self) -> None:
+        """Leave, if a signal has come, with everything saved."""
+        if self.signal.number is not None:
+            self.save()
+            where = f" after {self.charged} of {self.steps} steps; go on with: gredp train --resume"
+            raise Stopped(self.signal.number, f"{where} {self.folder}")
 
 
 def centred(x: Tensor) -> Tensor:
@@ -107,9 +126,8 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
     engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
     try:
         session = _resume(settings, data, engine) if settings.resume else _begin(settings, data, engine)
-        waiting = Waiting()
-        with handled_by(waiting):
-            _epochs(session, waiting, progress)
+        with handled_by(session.signal):
+            _epochs(session, progress)
         return _finish(session)
     finally:
         engine.detach()
@@ -118,23 +136,13 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
 def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
     """A new run, or a fork: the ledger and the weights of another one, everything else anew."""
     weights = engine.fork(settings.fork) if settings.fork is not None else None
-    target = {
-        "target_epsilon": settings.epsilon,
-        "target_delta": settings.delta,
-        "epochs": settings.epochs,
-    }
-    folder = Path(settings.out or _new_folder(settings))
-    session = _session(settings, folder, data, engine, target, engine.ledger.steps)
+    target = {"target_epsilon": settings.epsilon, "target_delta": settings.delta, "epochs": settings.epochs}
+    session = _session(settings, Path(settings.out or _new_folder(settings)), data, engine, target)
     if weights is not None:
         load_weights(session.model, weights)
-    engine.save(folder, _progress(session))
-    facts = {
-        "settings": settings.kept(),
-        "data": describe_data(data),
-        "noise_multiplier": engine.requested_multiplier,
-        "before": session.before,
-    }
-    write_document(folder / FILE, facts)
+    session.save()
+    facts = {"data": describe_data(data), "noise_multiplier": engine.requested_multiplier}
+    write_document(session.folder / FILE, {"settings": settings.kept(), **facts})
     return session
 
 
@@ -147,9 +155,8 @@ def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Ses
         key = next(k for k in told if told[k] != was.get(k))
         raise GredpError(f"the data have changed: {key} was {was.get(key)} and is {told[key]}")
     # The multiplier of the first start, not calibrated again: another version could find another digit.
-    session = _session(
-        settings, folder, data, engine, {"noise_multiplier": facts["noise_multiplier"]}, facts["before"]
-    )
+    noise = {"noise_multiplier": facts["noise_multiplier"]}
+    session = _session(settings, folder, data, engine, noise)
     done = engine.load(folder)
     _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
     session.metrics, session.seconds, session.updates = done["metrics"], done["seconds"], done["updates"]
@@ -164,12 +171,7 @@ def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Ses
 
 
 def _session(
-    settings: TrainSettings,
-    folder: Path,
-    data: Splits,
-    engine: PrivacyEngine,
-    noise: dict[str, Any],
-    before: int,
+    settings: TrainSettings, folder: Path, data: Splits, engine: PrivacyEngine, noise: dict[str, Any]
 ) -> Session:
     torch.manual_seed(settings.seed)
     model = build(_network(settings, data), data.input_shape, data.classes, settings.block_size)
@@ -187,10 +189,7 @@ def _session(
         **noise,
         **settings.options(),
     )
-    per_epoch = len(loader)
-    return Session(
-        settings, folder, data, engine, model, private, loader, before, per_epoch * settings.epochs, per_epoch
-    )
+    return Session(settings, folder, data, engine, model, private, loader, len(loader))
 
 
 def _refuse_finished(folder: Path) -> None:
@@ -212,11 +211,7 @@ def describe_data(data: Splits) -> dict[str, Any]:
     }
 
 
-def _progress(session: Session) -> dict[str, Any]:
-    return {"metrics": session.metrics, "seconds": session.seconds, "updates": session.updates}
-
-
-def _epochs(session: Session, waiting: Waiting, progress: Progress | None) -> None:
+def _epochs(session: Session, progress: Progress | None) -> None:
     """Step until every step is charged; the ledger alone says how far the run has come."""
     settings, engine = session.settings, session.engine
     sampler = session.loader.batch_sampler
@@ -228,19 +223,19 @@ def _epochs(session: Session, waiting: Waiting, progress: Progress | None) -> No
         sampler.steps = min(
             session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
         )
-        _steps(session, waiting)
+        _steps(session)
         share = accuracy(session.model, x_test, session.data.y_test)
         spent = engine.get_epsilon(settings.delta)
         epoch = session.charged // session.per_epoch
         session.metrics.append({"epoch": epoch, "proven_epsilon": spent, "test_accuracy": share})
-        engine.save(session.folder, _progress(session))
+        session.save()
         write(session.folder / "metrics.json", (dumps({"metrics": session.metrics}) + "\n").encode())
         if progress is not None:
             progress.update(spent, share)
-        _stop_if_told(session, waiting)
+        session.stop_if_told()
 
 
-def _steps(session: Session, waiting: Waiting) -> None:
+def _steps(session: Session) -> None:
     """The sampler's steps, with a checkpoint now and then."""
     started, saved = time.monotonic() - session.seconds, time.monotonic()
     with BatchMemoryManager(
@@ -256,18 +251,9 @@ def _steps(session: Session, waiting: Waiting) -> None:
             now = time.monotonic()
             session.seconds, session.updates = now - started, session.updates + session.charged - charged
             if session.charged > charged and now - saved >= session.settings.checkpoint_seconds:
-                session.engine.save(session.folder, _progress(session))
+                session.save()
                 saved = now
-            if waiting.number is not None:
-                session.engine.save(session.folder, _progress(session))
-                _stop_if_told(session, waiting)
-
-
-def _stop_if_told(session: Session, waiting: Waiting) -> None:
-    """Leave, the state being saved."""
-    if waiting.number is not None:
-        where = f" after {session.charged} of {session.steps} steps; go on with: gredp train --resume"
-        raise Stopped(waiting.number, f"{where} {session.folder}")
+            session.stop_if_told()
 
 
 def _finish(session: Session) -> Run:
@@ -282,7 +268,6 @@ def _finish(session: Session) -> Run:
         "steps": engine.ledger.steps,
         "sample_rate": private.sample_rate,
     }
-    written = engine.ledger.file.written if engine.ledger.file else None
     record = {
         **header(),
         "settings": settings.kept()
@@ -292,7 +277,7 @@ def _finish(session: Session) -> Run:
         "guarantee": guarantee | {"neighbours": "add or remove one record"},
         "certificate": describe(private.certificate),
         "ledger": engine.ledger.to_json(),
-        "starts": written.incarnations if written else 1,
+        "starts": session.written.incarnations,
         "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
         "metrics": session.metrics,

@@ -136,8 +136,21 @@ class RunFolder:
         if self.ledger is not None:
             self.ledger.close()
         if self._lock is not None:
+            _locks.discard(self._lock)
             os.close(self._lock)
             self._lock = None
+
+
+#: locks of this process; workers that it forks must not hold on to them when it dies
+_locks: set[int] = set()
+
+
+def _leave_locks_to_the_parent() -> None:
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def _take_lock(path: Path) -> int | None:
@@ -151,6 +164,7 @@ def _take_lock(path: Path) -> int | None:
         holder = os.read(lock, 20).decode(errors="replace").strip()
         os.close(lock)
         raise GredpError(f"{path} is in use by process {holder or '?'}: one process at a time") from None
+    _locks.add(lock)
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
     return lock
