@@ -202,10 +202,13 @@ def test_a_copied_folder_charges_both_branches(tmp_path):
 def test_a_lock_does_not_pass_to_forked_workers(tmp_path):
     """Workers outlive a killed process for a while; the run must not wait for them."""
     held = RunFolder.create(tmp_path / "run")
+    ready, done = os.pipe()
     worker = os.fork()
     if worker == 0:
+        os.write(done, b"x")  # it runs, and what runs after a fork has run
         time.sleep(60)
         os._exit(0)
+    assert os.read(ready, 1) == b"x"
     with pytest.raises(GredpError, match=f"in use by process {os.getpid()}"):
         RunFolder.open(tmp_path / "run")
     held.close()
