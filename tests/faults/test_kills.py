@@ -51,8 +51,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resume(folder: Path, prepare=lambda: None) -> int:
-    return run(folder, ["train", "--resume", str(folder / "run"), "--json"], prepare)
+def resume(folder: Path, *more: str, prepare=lambda: None) -> int:
+    return run(folder, ["train", "--resume", str(folder / "run"), "--json", *more], prepare)
 
 
 def finished(folder: Path) -> dict:
@@ -101,7 +101,7 @@ def test_every_method_goes_on(folder, method):
     arguments = train_arguments(folder, *method.split())
     assert run(folder, arguments, lambda: kill_at("before update 8")) == -signal.SIGKILL
     assert_nothing_was_forgotten(folder)
-    assert resume(folder) == 0, error(folder)
+    assert resume(folder, "--max-physical-batch-size", "3") == 0, error(folder)
     assert "3 of 8 steps were lost with an interruption; they stay charged, and 2 are left" in error(folder)
     record = json.loads((folder / "run" / "record.json").read_text())
     assert (record["guarantee"]["steps"], record["steps_lost"]) == (STEPS, 3)
@@ -127,7 +127,7 @@ def test_a_run_that_is_killed_again_and_again_ends_within_its_budget(folder, rec
     while status:
         assert status == -signal.SIGKILL
         assert_nothing_was_forgotten(folder)
-        status, starts = resume(folder, lambda: kill_at("after noise 2")), starts + 1
+        status, starts = resume(folder, prepare=lambda: kill_at("after noise 2")), starts + 1
     record = finished(folder)
     assert record["starts"] == starts >= 5
     record_property("injected", starts - 1)

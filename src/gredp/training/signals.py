@@ -40,7 +40,7 @@ def handled_by(handler: object) -> Iterator[None]:
         yield
     finally:
         for number, previous in before.items():
-            signal.signal(number, previous)
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 def stop_now(number: int, frame: FrameType | None) -> None:
