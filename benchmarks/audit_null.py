@@ -9,7 +9,7 @@ from pathlib import Path
 from gredp.audit.bounds import Claim
 from gredp.audit.game import audit
 from gredp.audit.victims import EngineStep, claimed_entry
-from gredp.training.record import dumps, header, write
+from gredp.training.record import header, save
 
 AUDITS, ALPHA, PLAYS, GRIDS = 1000, 0.2, 40, ((15,),)
 DIRECTIONS = ("sinusoid", "random", "quietest")
@@ -30,8 +30,7 @@ def main() -> None:
         "directions": list(DIRECTIONS),
         "alarms": alarms,
     }
-    out.parent.mkdir(exist_ok=True)
-    write(out, dumps(record))
+    save(out, record)
     print(f"{alarms} alarms in {AUDITS} audits of a true claim at alpha = {ALPHA}")
 
 

@@ -6,7 +6,6 @@ python benchmarks/scaling.py --out results/scaling.json [--threads 2]
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch import nn
 from worker import stepper
 
 from gredp import BlockCirculantLinear
-from gredp.training.record import header, plain_numbers, write
+from gredp.training.record import header, save
 
 BATCHES, PHYSICAL = (64, 128, 256, 512, 1024, 4096), 128
 WIDTHS = (256, 512, 1024, 2048, 4096)
@@ -101,8 +100,7 @@ def main() -> None:
             str(n): grown("resnet20", n, threads, rounds if n <= 512 else 1, PHYSICAL) for n in BATCHES
         },
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
+    save(arguments.out, record)
 
 
 if __name__ == "__main__":

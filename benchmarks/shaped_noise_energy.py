@@ -11,7 +11,6 @@ data; training itself never sees e), and with the noise that was really drawn.
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from gredp.gradient.clip import energies
 from gredp.gradient.shaping import relative_noise_energy
 from gredp.models import build
 from gredp.training.loop import accuracy, centred
-from gredp.training.record import header, plain_numbers, write
+from gredp.training.record import header, save
 
 
 def energy_ratios(optimizer, model, x, y) -> dict[str, float]:
@@ -120,7 +119,7 @@ def main() -> None:
         f"python benchmarks/shaped_noise_energy.py --dataset {arguments.dataset} --epochs {arguments.epochs}"
     )
     record = header() | {"command": command, "seed": 0} | result
-    write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
+    save(arguments.out, record)
 
 
 if __name__ == "__main__":

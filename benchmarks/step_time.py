@@ -16,7 +16,7 @@ from pathlib import Path
 from networks import BATCH, NETWORKS
 from worker import VARIANTS
 
-from gredp.training.record import header, plain_numbers, write
+from gredp.training.record import header, save
 
 HERE = Path(__file__).parent
 QUICK_NETWORKS = ("lenet5", "model3", "resnet20")
@@ -104,8 +104,7 @@ def main() -> None:
     command = f"python benchmarks/step_time.py --threads {arguments.threads} --rounds {rounds}"
     record = header() | {"command": command, "threads": arguments.threads, "rounds": rounds}
     record["networks"] = results
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, json.dumps(plain_numbers(record), indent=2, ensure_ascii=False))
+    save(arguments.out, record)
 
 
 if __name__ == "__main__":

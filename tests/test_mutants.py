@@ -7,18 +7,22 @@ fail; if it passes with the fault in place, this suite fails.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "laws"))  # the named tests live there
-sys.path.append(str(Path(__file__).parent / "gradient"))
+# the named tests live there
+sys.path += [str(Path(__file__).parent / folder) for folder in ("laws", "gradient", "training")]
 
 import test_clipped_sum
 import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
+import test_runs
 
 import test_engine
+import test_randomness
 import test_sampling
 import test_validation
 from gredp.audit import bugs
@@ -32,6 +36,18 @@ class Mutant:
 
     def __str__(self) -> str:
         return self.plant.__name__
+
+
+def in_a_new_folder(test: Callable[..., None]) -> Callable[..., None]:
+    @wraps(test)
+    def called(*arguments):
+        with TemporaryDirectory() as folder:
+            test(Path(folder), *arguments)
+
+    return called
+
+
+stays_charged = in_a_new_folder(test_runs.test_steps_after_the_last_checkpoint_stay_charged)
 
 
 MUTANTS = [
@@ -128,6 +144,22 @@ MUTANTS = [
         ("linear", 1.8e19, 6e-20),
     ),
     Mutant(bugs.weights_learned_before_the_release, test_engine.test_shaped_noise_learns_from_releases_only),
+    Mutant(
+        bugs.the_start_left_out_of_the_key,
+        test_randomness.test_digests_of_all_draws_are_unique_over_steps_blocks_and_incarnations,
+    ),
+    Mutant(bugs.a_step_noised_again, test_randomness.test_a_step_is_noised_once),
+    Mutant(bugs.charges_forgotten_on_resume, stays_charged),
+    Mutant(bugs.charges_written_late, stays_charged),
+    Mutant(
+        bugs.a_fork_that_forgets_its_parent,
+        in_a_new_folder(test_runs.test_a_fork_begins_with_what_its_parent_spent),
+    ),
+    Mutant(
+        bugs.contracts_not_compared,
+        in_a_new_folder(test_runs.test_changed_settings_are_refused_with_both_values),
+        ({"noise_multiplier": 1.1}, "another noise_multiplier"),
+    ),
 ]
 
 

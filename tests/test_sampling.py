@@ -50,6 +50,7 @@ def test_draws_do_not_follow_the_global_seed():
     assert once() != once()
 
 
+@pytest.mark.fault("small data")
 def test_empty_draws_are_executed_charged_and_noised():
     """q = 1e-6: every batch is empty, and every step still happens."""
     x, y = records(20)
@@ -63,6 +64,18 @@ def test_empty_draws_are_executed_charged_and_noised():
     assert engine.ledger.steps == 10
     assert all(float(s.std()) > 0.5 for s in seen)
     assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.fault("small data")
+def test_batches_of_one_train():
+    """One record an epoch's step, and at times none or two."""
+    model, optimizer, loader, engine = make_private(
+        small_model(), records(5), noise_multiplier=1.0, batch_size=1, sample_rate=None, lr=0.1
+    )
+    for x, y in loader:
+        one_step(model, optimizer, x, y)
+    assert engine.ledger.steps == 5
+    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def test_loader_keeps_length_batch_and_dataset():
@@ -137,6 +150,7 @@ def test_a_loop_left_early_does_not_shift_later_batches():
     assert engine.ledger.steps == 1
 
 
+@pytest.mark.fault("small data")
 def test_manager_passes_empty_logical_batches_on():
     x, y = records(20)
     model, optimizer, loader, engine = make_private(
@@ -154,6 +168,7 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
+@pytest.mark.fault("small data")
 @pytest.mark.parametrize(
     ("loader", "words"),
     [

@@ -1,7 +1,11 @@
 """The command line. Imports stay inside the commands, so that `gredp --help` does not wait for torch."""
 
 import sys
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -9,8 +13,9 @@ import tyro
 from gredp.audit.command import AuditSettings, run_audit
 from gredp.errors import GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
-from gredp.privacy.accountant import AccountantName, round_up
-from gredp.training.settings import TrainSettings
+from gredp.privacy.accountant import AccountantName, epsilon, round_up
+from gredp.training.settings import FILE, TrainSettings, saved_settings
+from gredp.training.signals import Stopped, handled_by, stop_now
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,35 @@ class AccountSettings:
     """print one JSON object instead of a table"""
 
 
+@dataclass(frozen=True)
+class LedgerSettings:
+    """What a run has spent: verifies its ledger line by line and prints it."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """folder of the run"""
+    delta: float | None = None
+    """by default the one the run was started with, else 1e-5"""
+    accountant: AccountantName | None = None
+    """by default the run's, else pld"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """print one JSON object instead of a table"""
+
+
 Command = (
     Annotated[TrainSettings, tyro.conf.subcommand("train", description=TrainSettings.__doc__)]
     | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
     | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
+    | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
 )
+
+
+def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
+    """`--resume` and `--fork` take the run's settings where the command line says nothing else."""
+    run = settings.resume or settings.fork
+    if run is None:
+        return settings
+    given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
+    return tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
 
 
 def run_train(settings: TrainSettings) -> None:
@@ -86,6 +115,44 @@ def run_account(settings: AccountSettings) -> None:
     table(f"{settings.method}, claim {settings.claim}", account_rows(result))
 
 
+def run_ledger(settings: LedgerSettings) -> None:
+    from gredp.privacy.ledger_file import read_ledger
+
+    written = read_ledger(Path(settings.run) / "ledger")
+    own = saved_settings(settings.run) if (Path(settings.run) / FILE).exists() else TrainSettings()
+    delta = own.delta if settings.delta is None else settings.delta
+    spent = epsilon(written.entries, delta, settings.accountant or own.accountant)
+    if settings.json:
+        from gredp.training.record import dumps
+
+        result = {
+            "proven_epsilon": spent,
+            "delta": delta,
+            "steps": written.steps,
+            "inherited_steps": written.inherited,
+            "starts": written.incarnations,
+            "torn_last_line": written.torn,
+            "entries": [asdict(entry) for entry in written.entries],
+            "seal": written.seals[-1],
+        }
+        print(dumps(result))
+        return
+    from gredp.console import table
+
+    rows = [
+        ("proven ε", f"{round_up(spent)} at δ = {delta}"),
+        ("steps", f"{written.steps}, {written.inherited} of them before this run"),
+        *(
+            ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}")
+            for e in written.entries
+        ),
+        ("starts", str(written.incarnations)),
+        ("last line", "cut off by a crash; its step counts" if written.torn else "whole"),
+        ("seal", f"{written.seals[-1][:16]}…, all {len(written.seals)} lines verified"),
+    ]
+    table(f"ledger of {settings.run}", rows)
+
+
 def account_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The proven ε first; the claimed one never alone."""
     claimed = result["claimed_epsilon"]
@@ -115,12 +182,26 @@ def main(arguments: list[str] | None = None) -> None:
         args=arguments,
     )
     try:
-        if isinstance(settings, AuditSettings):
-            sys.exit(run_audit(settings))
-        run_train(settings) if isinstance(settings, TrainSettings) else run_account(settings)
+        with handled_by(stop_now), one_line_warnings():
+            if isinstance(settings, TrainSettings):
+                run_train(with_saved(settings, arguments))
+            elif isinstance(settings, LedgerSettings):
+                run_ledger(settings)
+            elif isinstance(settings, AuditSettings):
+                sys.exit(run_audit(settings))
+            else:
+                run_account(settings)
     except GredpError as error:
         print(f"gredp: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("gredp: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except Stopped as stop:
+        print(f"gredp: {stop}", file=sys.stderr)
+        sys.exit(stop.status)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """A warning is one line as well."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *rest: print(f"gredp: warning: {message}", file=sys.stderr)
+        yield

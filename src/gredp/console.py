@@ -26,8 +26,8 @@ class Bar:
         )
         self._progress = Progress(*columns, console=Console(stderr=True))
 
-    def begin(self, epochs: int) -> None:
-        self._task = self._progress.add_task("training", total=epochs, status="")
+    def begin(self, epochs: int, done: int) -> None:
+        self._task = self._progress.add_task("training", total=epochs, completed=done, status="")
         self._progress.start()
 
     def update(self, epsilon: float, accuracy: float) -> None:
@@ -62,4 +62,8 @@ def show_run(run: "Run") -> None:
         ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}"),
         ("run", str(run.folder)),
     ]
+    if record["insecure"]:
+        rows.insert(0, ("INSECURE", "noise from --insecure-seed: the ε below holds for nobody who knows it"))
+    if record["steps_lost"]:
+        rows.insert(-1, ("lost in crashes", f"{record['steps_lost']} steps, charged all the same"))
     table(f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows)

@@ -20,9 +20,14 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def world_size() -> int:
+    """How many processes train together."""
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if ready else 1
+
+
 def refuse_many_processes() -> None:
     """Each process would add noise of its own and charge a ledger of its own: neither would be right."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world > 1:
-            raise GredpError(f"{world} processes: training on more than one process is not supported yet")
+    world = world_size()
+    if world > 1:
+        raise GredpError(f"{world} processes: training on more than one process is not supported yet")

@@ -1,6 +1,8 @@
 """`PrivacyEngine.make_private` joins both rails around a user's model, optimiser and data."""
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader
 from gredp.distributed import refuse_many_processes
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
-from gredp.gradient.noise import GeneratorSource, NoiseSource, OperatingSystemSource
+from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms import Mechanism, mechanism
 from gredp.mechanisms.select import noise_scale
@@ -22,7 +24,10 @@ from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
 from gredp.privacy.ledger import Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
+from gredp.randomness import Secret
 from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.training.checkpoint import model_tensors, restore, write_checkpoint
+from gredp.training.run_folder import RunFolder
 from gredp.validation import validate
 
 #: modes of Opacus that differ in how gradients are computed, not in what is computed
@@ -37,16 +42,24 @@ class PrivacyEngine:
     one record, provided that the loss is a sum or mean over records of terms that depend on one record
     each, and that nothing but the returned objects has touched the data.
 
-    `accountant` is "pld" (default, tighter) or "rdp"; Opacus' "prv" means "pld" here. `secure_mode` draws
-    all noise from the operating system's cryptographic generator.
+    `accountant` is "pld" (default, tighter) or "rdp"; Opacus' "prv" means "pld" here. Noise and batches come
+    from a secret of this engine through a cryptographic keystream; `secure_mode` refuses generators that
+    would take its place. `secret` is for tests.
     """
 
-    def __init__(self, *, accountant: str = "pld", secure_mode: bool = False) -> None:
+    def __init__(
+        self, *, accountant: str = "pld", secure_mode: bool = False, secret: Secret | None = None
+    ) -> None:
         name: Any = "pld" if accountant == "prv" else accountant
         self.secure_mode = secure_mode
+        self.secret = secret or Secret()
         self.ledger = Ledger()
         self.accountant = Accountant(self.ledger, name)
         self._capture: Capture | None = None
+        self._optimizer: PrivateOptimizer | None = None
+        self._folder: RunFolder | None = None
+        #: the multiplier as it was asked for: z, or the paper's σ under its claim
+        self.requested_multiplier = math.nan
 
     def make_private(
         self,
@@ -86,11 +99,11 @@ class PrivacyEngine:
         | poisson_sampling=False, more than one process | refused |
         """
         if self.secure_mode and noise_generator is not None:
-            raise GredpError("secure_mode takes noise from the operating system: give no noise_generator")
+            raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
         chosen = mechanism(method, noise, claim, clipping, **options)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate)
+        loader = poisson_loader(data_loader, sample_rate, self.secret)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         expected = _expected_batch_size(data_loader, sampler)
@@ -108,7 +121,7 @@ class PrivacyEngine:
             capture.detach()
             raise
         source: NoiseSource = (
-            OperatingSystemSource() if self.secure_mode else GeneratorSource(noise_generator)
+            SecretSource(self.secret) if noise_generator is None else GeneratorSource(noise_generator)
         )
         self._capture = capture
         private = PrivateOptimizer(
@@ -124,6 +137,7 @@ class PrivacyEngine:
             claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=max_grad_norm,
         )
+        self._optimizer, self.requested_multiplier = private, noise_multiplier
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
         return module, private, loader
@@ -145,13 +159,14 @@ class PrivacyEngine:
     ) -> Any:
         """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
 
-        Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`. Under `claim="paper"` σ
-        is what the paper's experiments would take, and the proven ε is larger.
+        Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`, what this engine has spent
+        before included. Under `claim="paper"` σ is what the paper's experiments would take, and the proven ε
+        is larger.
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate)
+        loader = poisson_loader(data_loader, sample_rate, self.secret)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         steps = int(epochs) * sampler.steps
@@ -161,7 +176,12 @@ class PrivacyEngine:
             multiplier = claimed_sigma(target_epsilon, target_delta, sampler.sample_rate, steps)
         else:
             multiplier = calibrate(
-                target_epsilon, target_delta, sampler.sample_rate, steps, self.accountant.name
+                target_epsilon,
+                target_delta,
+                sampler.sample_rate,
+                steps,
+                self.accountant.name,
+                self.ledger.entries,
             )
         return self.make_private(
             module=module,
@@ -183,11 +203,94 @@ class PrivacyEngine:
         """What the paper would report for the same run; None where it makes no claim."""
         return claimed_epsilon(self.ledger.entries, delta)
 
+    def save(self, path: str | Path, progress: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint into the run folder `path`; the first call makes the folder.
+
+        From the first call on every step is charged to the ledger in that folder, on the disk, before its
+        noise is drawn: after a crash `load` finds all that was spent. `progress` is the caller's own, plain
+        JSON; `load` gives it back.
+
+        | case | what happens |
+        |---|---|
+        | the folder exists and is not this run's | refused |
+        | another process holds it | refused |
+        | the disk is full | refused; the last checkpoint stays whole |
+        """
+        module, optimizer = self._private()
+        if self._folder is None:
+            self._keep(RunFolder.create(Path(path), self.ledger.entries))
+        elif self._folder.path != Path(path):
+            raise GredpError(f"this run is kept in {self._folder.path}, not in {path}")
+        assert self._folder is not None
+        write_checkpoint(self._folder, module, optimizer, progress or {})
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from the newest whole checkpoint of `path`, after `make_private` with the same settings.
+
+        Steps that were charged after that checkpoint stay charged, and noise and batches are drawn afresh: ε
+        is never below that of an uninterrupted run. Returns the `progress` that was saved.
+
+        | case | what happens |
+        |---|---|
+        | settings that the certificate or the accountant depend on have changed | refused, with both values |
+        | a damaged checkpoint | the one before it, with a warning; if there is none, refused |
+        | a damaged or shortened ledger | refused: what was spent is not known any more |
+        | steps charged to this engine before | refused |
+        | a noise_generator was given | refused: seeded alike, it would repeat its noise |
+        """
+        module, optimizer = self._private()
+        if not isinstance(optimizer.private_step.source, SecretSource):
+            raise GredpError("a run goes on with fresh noise: make it private without a noise_generator")
+        if self._folder is not None or self.ledger.steps:
+            raise GredpError(
+                f"this engine has charged {self.ledger.steps} steps already: load into a new one"
+            )
+        folder = RunFolder.open(Path(path))
+        try:
+            progress = restore(folder.newest(), module, optimizer)
+            self._keep(folder)
+        except BaseException:
+            folder.close()
+            raise
+        return progress
+
+    def fork(self, path: str | Path) -> dict[str, torch.Tensor]:
+        """Begin with all that the run in `path` has spent, before `make_private`; returns its newest weights.
+
+        The ε of this engine then covers the parent's steps too. What either of the two spends later is
+        charged to its own ledger: who publishes both adds both up.
+        """
+        if self._optimizer is not None or self.ledger.steps:
+            raise GredpError("fork a run before make_private, with a new engine")
+        parent = RunFolder.open(Path(path))
+        try:
+            weights = model_tensors(parent.newest())
+        finally:
+            parent.close()
+        assert parent.ledger is not None
+        self.ledger.begin_with(parent.ledger.written.entries)
+        return weights
+
+    def _private(self) -> tuple[nn.Module, PrivateOptimizer]:
+        if self._capture is None or self._optimizer is None:
+            raise GredpError("there is no private model: call make_private first")
+        return self._capture.module, self._optimizer
+
+    def _keep(self, folder: RunFolder) -> None:
+        """Begin a new incarnation in `folder` and charge its ledger from now on."""
+        assert folder.ledger is not None
+        self.secret.incarnation = folder.ledger.start()
+        self.ledger.keep_in(folder.ledger)
+        self._folder = folder
+
     def detach(self) -> None:
-        """Take the hooks off the model; what was spent stays spent."""
+        """Take the hooks off the model and let go of the run folder; what was spent stays spent."""
         if self._capture is not None:
             self._capture.detach()
             self._capture = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     @staticmethod
     def is_compatible(

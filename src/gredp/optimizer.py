@@ -123,7 +123,7 @@ class PrivateOptimizer(Optimizer):
         if self._skip:
             return loss
         self.ledger.charge(self.certificate, self.sample_rate, self.claimed_multiplier)
-        gradients = self.private_step.release(self._parameters)
+        gradients = self.private_step.release(self._parameters, self.ledger.steps)
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():
             released = gradients[name].div_(divisor).to(parameter.dtype)

@@ -1,51 +1,86 @@
 """Poisson batches, and the physical batches they are split into.
 
 Formal guarantee. Every record enters every logical batch independently with probability `sample_rate`.
-The draw is secret: its generator is seeded from the operating system unless the caller brings one,
-because amplification by sampling is lost to whoever can repeat the draw.
+The draw comes from the engine's secret unless the caller brings a generator, because amplification by
+sampling is lost to whoever can repeat the draw.
 """
 
 import math
-import secrets
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from gredp.errors import GredpError
+from gredp.randomness import Secret
 
 if TYPE_CHECKING:
     from gredp.optimizer import PrivateOptimizer
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
-    """`steps` independent draws an epoch. An empty draw is yielded, executed and charged like any other."""
+    """`steps` independent draws an epoch. An empty draw is yielded, executed and charged like any other.
+
+    Time and memory go with the records that are drawn, not with those there are.
+    """
 
     def __init__(
-        self, records: int, sample_rate: float, steps: int, generator: torch.Generator | None = None
+        self,
+        records: int,
+        sample_rate: float,
+        steps: int,
+        generator: torch.Generator | None = None,
+        secret: Secret | None = None,
     ) -> None:
         if records < 1:
             raise GredpError("the data set is empty: there is nothing to train on")
         if not 0 < sample_rate <= 1:
             raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
         self.records, self.sample_rate, self.steps = records, sample_rate, steps
-        self.generator = generator or torch.Generator().manual_seed(secrets.randbits(63))
+        self.generator, self.secret = generator, secret or Secret()
+        self._asked = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
+            yield self.draw()
+
+    def draw(self) -> list[int]:
+        """One batch, in the order of the records, by the gaps between them.
+
+        A gap is ⌊log U / log(1 − q)⌋: it is at least g where U ≤ (1 − q)^g, so the records are independent.
+        """
+        if self.sample_rate == 1:
+            return list(range(self.records))
+        scale, found, last = 1 / math.log1p(-self.sample_rate), [], -1
+        while last < self.records:
+            expected = (self.records - last) * self.sample_rate
             # Double precision: 24 random bits would miss a rate of 1e-6 by more than a percent.
-            draw = torch.rand(self.records, dtype=torch.float64, generator=self.generator)
-            yield (draw < self.sample_rate).nonzero().flatten().tolist()
+            gaps = (self._uniform(int(expected + 4 * math.sqrt(expected)) + 8).log() * scale).floor()
+            places = last + (gaps.clamp(max=float(self.records)).long() + 1).cumsum(0)
+            found.append(places)
+            last = int(places[-1])
+        drawn = torch.cat(found)
+        return drawn[drawn < self.records].tolist()
+
+    def _uniform(self, count: int) -> Tensor:
+        """`[count]` in (0, 1]; never the same twice."""
+        if self.generator is not None:
+            return 1 - torch.rand(count, dtype=torch.float64, generator=self.generator)
+        self._asked += 1
+        return self.secret.uniform(count, "batches", self._asked)
 
     def __len__(self) -> int:
         return self.steps
 
 
-def poisson_loader(loader: DataLoader[Any], sample_rate: float | None = None) -> DataLoader[Any]:
+def poisson_loader(
+    loader: DataLoader[Any], sample_rate: float | None = None, secret: Secret | None = None
+) -> DataLoader[Any]:
     """The same loader with Poisson batches at `sample_rate`, by default batch_size/records."""
     if isinstance(loader.batch_sampler, PoissonBatchSampler):
         return loader
@@ -68,7 +103,7 @@ def poisson_loader(loader: DataLoader[Any], sample_rate: float | None = None) ->
     rate = batch_size / records if sample_rate is None else sample_rate
     # With a stated rate nothing here may depend on the number of records, the number of steps included.
     steps = len(loader) if sample_rate is None else math.ceil(1 / rate)
-    sampler = PoissonBatchSampler(records, rate, steps, loader.generator)
+    sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret)
     collate = loader.collate_fn if loader.collate_fn is not None else default_collate
     return rebuild(loader, DataLoader, sampler, EmptyBatches(loader.dataset, collate))
 

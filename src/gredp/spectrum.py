@@ -27,8 +27,10 @@ SMALL = 64
 
 def half_fft(x: Tensor, axes: int) -> Tensor:
     """Unitary DFT of a real block: `[*lead, *grid]` → `[*lead, *half]`."""
-    if not axes or not x.numel():
+    if not axes:
         return x.to(_complex(x))
+    if not x.numel():  # the transform of nothing, which FFT libraries refuse
+        return x.new_zeros(*x.shape[:-1], x.shape[-1] // 2 + 1, dtype=_complex(x))
     grid = tuple(x.shape[x.dim() - axes :])
     if math.prod(grid) > SMALL:
         return torch.fft.rfftn(x, dim=_last(axes), norm="ortho")
@@ -43,8 +45,10 @@ def half_ifft(x: Tensor, axes: int, length: int) -> Tensor:
     real part sees their conjugate mean: that is what torch documents for a single axis, but libraries
     do not agree on it for several at once, so the last axis is taken by itself.
     """
-    if not axes or not x.numel():
+    if not axes:
         return x.real
+    if not x.numel():
+        return x.real.new_zeros(*x.shape[:-1], length)
     grid = (*x.shape[x.dim() - axes : -1], length)
     if math.prod(grid) > SMALL:
         return _large_inverse(x, axes, length)

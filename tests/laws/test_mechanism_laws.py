@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from gredp import BlockCirculantLinear, SpectralConv2d
-from gredp.gradient.noise import GeneratorSource, OperatingSystemSource
+from gredp.gradient.noise import GeneratorSource, SecretSource
+from gredp.randomness import Secret
 from oracles import dft
 from worlds import MECHANISMS, flat, make_private, no_gradient_step, one_step, records, small_model
 
@@ -97,9 +98,12 @@ def test_shaped_noise_keeps_its_variance_in_both_spaces(layer):
     assert abs(ratio - 1) <= V_TOLERANCE * widening
 
 
-def test_secure_noise_is_standard_normal():
-    """V for the operating system's source, and its higher moments."""
-    x = OperatingSystemSource().normal((300, 1001), torch.zeros(1, dtype=torch.float64))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_secret_noise_is_standard_normal(dtype):
+    """V for the keystream's source, its higher moments, and its two halves, which share their radii."""
+    x = SecretSource(Secret()).normal((300, 1001), torch.zeros(1, dtype=dtype)).double()
+    halves = x.flatten()[: x.numel() // 2 * 2].view(2, -1)
+    assert abs(float((halves[0] * halves[1]).mean())) <= 6 / math.sqrt(halves[0].numel())
     assert abs(float(x.square().mean()) - 1) <= V_TOLERANCE
     assert abs(float(x.mean())) <= 6 / math.sqrt(x.numel())
     assert abs(float(x.pow(4).mean()) - 3) <= 6 * math.sqrt(96 / x.numel())
@@ -148,7 +152,7 @@ def test_noise_of_two_steps_is_independent():
 
 
 def test_two_engines_never_share_noise():
-    """Without a generator the noise is seeded from the operating system, not from torch's global seed."""
+    """Without a generator the noise comes from a secret of the engine, not from torch's global seed."""
 
     def draw() -> torch.Tensor:
         torch.manual_seed(0)

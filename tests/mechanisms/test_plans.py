@@ -316,7 +316,7 @@ def test_release_is_the_two_stages_that_the_oracle_looked_at(built):
     plan = built.plan(blocks, NORM, SIGMA, BATCH)
     step = PrivateStep(plan, GeneratorSource(torch.Generator().manual_seed(3)), BATCH)
     expected, _ = two_stages(step, GeneratorSource(torch.Generator().manual_seed(3)))
-    found = step.release(parameters(blocks))
+    found = step.release(parameters(blocks), 1)
     assert set(found) == {block.name for block in blocks}
     for name, value in found.items():
         assert value.abs().max() > 0

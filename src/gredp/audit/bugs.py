@@ -20,10 +20,15 @@ import gredp.gradient.step as step
 import gredp.optimizer as optimizer
 import gredp.privacy.calibrate as calibrate
 import gredp.privacy.ledger as ledger
+import gredp.privacy.ledger_file as ledger_file
+import gredp.randomness as randomness
 import gredp.sampling as sampling
 import gredp.spectrum as spectrum
+import gredp.training.checkpoint as checkpoint
 import gredp.validation as validation
 from gredp.audit.bounds import Floats
+
+SOURCES = (noise.SecretSource, noise.GeneratorSource)
 
 
 class Patch:
@@ -106,10 +111,11 @@ def clip_of_the_mean_loss(patch: Patch) -> None:
 
 
 def noise_divided_by_the_batch(patch: Patch) -> None:
-    draw = noise.GeneratorSource.normal
-    patch.setattr(
-        noise.GeneratorSource, "normal", lambda self, shape, like: draw(self, shape, like) / math.sqrt(2)
-    )
+    for source in SOURCES:
+        draw = source.normal
+        patch.setattr(
+            source, "normal", lambda self, shape, like, draw=draw: draw(self, shape, like) / math.sqrt(2)
+        )
 
 
 def divisor_from_the_batch_that_was_drawn(patch: Patch) -> None:
@@ -132,8 +138,8 @@ def divisor_from_the_batch_that_was_drawn(patch: Patch) -> None:
 def steps_from_the_length_of_the_data(patch: Patch) -> None:
     honest = sampling.PoissonBatchSampler.__init__
 
-    def init(self, records, sample_rate, steps, generator=None):
-        honest(self, records, sample_rate, records // 2, generator)
+    def init(self, records, sample_rate, steps, *source):
+        honest(self, records, sample_rate, records // 2, *source)
 
     patch.setattr(sampling.PoissonBatchSampler, "__init__", init)
 
@@ -237,16 +243,16 @@ def calibration_from_the_wrong_side(patch: Patch) -> None:
 
 
 def noise_from_the_global_seed(patch: Patch) -> None:
-    patch.setattr(
-        noise.GeneratorSource, "normal", lambda self, shape, like: torch.randn(shape, dtype=like.dtype)
-    )
+    for source in SOURCES:
+        patch.setattr(source, "normal", lambda self, shape, like: torch.randn(shape, dtype=like.dtype))
 
 
 def the_same_draw_every_step(patch: Patch) -> None:
     def replayed(self, shape, like):
         return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype)
 
-    patch.setattr(noise.GeneratorSource, "normal", replayed)
+    for source in SOURCES:
+        patch.setattr(source, "normal", replayed)
 
 
 def spent_gradients_used_again(patch: Patch) -> None:
@@ -308,10 +314,8 @@ def unfrozen_parameters_stepped(patch: Patch) -> None:
 def noise_repeated_after_a_restart(patch: Patch) -> None:
     """A seed kept with the run: after a resume the first steps' noise is drawn again, on other records."""
 
-    def init(self, generator=None):
-        self._generator = generator or torch.Generator().manual_seed(1)
-
-    patch.setattr(noise.GeneratorSource, "__init__", init)
+    honest = randomness.Secret.__init__
+    patch.setattr(randomness.Secret, "__init__", lambda self, insecure_seed=None: honest(self, 1))
 
 
 def sampling_with_24_bits(patch: Patch) -> None:
@@ -328,6 +332,46 @@ def sampling_with_24_bits(patch: Patch) -> None:
 def norm_products_in_single_precision(patch: Patch) -> None:
     """The square of a tiny factor is 0, and a record whose norm comes out as 0 passes the clip."""
     patch.setattr(per_sample, "squares", lambda m: m.flatten(1).square().sum(1))
+
+
+def the_start_left_out_of_the_key(patch: Patch) -> None:
+    """Noise replayed after a resume, where nothing else tells two starts apart."""
+    honest = randomness.Secret.keystream
+
+    def replayed(self, *rest):
+        self.incarnation = 0
+        return honest(self, *rest)
+
+    patch.setattr(randomness.Secret, "keystream", replayed)
+
+
+def a_step_noised_again(patch: Patch) -> None:
+    patch.setattr(noise.SecretSource, "begin", lambda self, step: None)
+
+
+def charges_forgotten_on_resume(patch: Patch) -> None:
+    patch.setattr(ledger.Ledger, "keep_in", lambda self, file: setattr(self, "file", file))
+
+
+def charges_written_late(patch: Patch) -> None:
+    """Each charge reaches the disk with the next one."""
+    honest = ledger_file.LedgerFile.append
+    held: list[Any] = []
+
+    def late(self, entry):
+        for previous in held:
+            honest(self, previous)
+        held[:] = [entry]
+
+    patch.setattr(ledger_file.LedgerFile, "append", late)
+
+
+def a_fork_that_forgets_its_parent(patch: Patch) -> None:
+    patch.setattr(ledger.Ledger, "begin_with", lambda self, entries: None)
+
+
+def contracts_not_compared(patch: Patch) -> None:
+    patch.setattr(checkpoint, "contract", lambda optimizer: {})
 
 
 # ------------------------------------------------------------------ steps written from scratch

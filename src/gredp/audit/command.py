@@ -102,12 +102,12 @@ def run_audit(settings: AuditSettings) -> int:
     settings.check()
     with _progress(settings.json) as progress:
         rows, status = _play(settings, progress)
-    from gredp.training.record import dumps, header, write
+    from gredp.training.record import dumps, header, save
 
     key = "self_test" if settings.self_test else "rows"
     record = {**header(), "kind": "audit", "alpha": settings.alpha, "delta": settings.delta, key: rows}
     if settings.out is not None:
-        write(Path(settings.out), dumps(record))
+        save(Path(settings.out), record)
     if settings.run is not None:
         _add_to_record(Path(settings.run), rows[0])
     if settings.figure is not None and not settings.self_test:
@@ -208,11 +208,11 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _add_to_record(folder: Path, row: dict[str, Any]) -> None:
-    from gredp.training.record import dumps, header, write
+    from gredp.training.record import header, save
 
     record = _read_record(folder)
     record["audit"] = {key: header()[key] for key in ("created", "command", "versions")} | row
-    write(folder / "record.json", dumps(record))
+    save(folder / "record.json", record)
 
 
 # ------------------------------------------------------------------ what a person sees

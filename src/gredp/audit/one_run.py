@@ -67,6 +67,7 @@ def one_run(
     """
     rng = generator(seed)
     data = load("digits")
+    assert isinstance(data.x_train, Tensor)
     x, y = centred(data.x_train[:canaries]), data.y_train[:canaries]
     coins = rng.random(len(x)) < 0.5
     model = build("lenet-small", data.input_shape, data.classes)

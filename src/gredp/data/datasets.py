@@ -1,7 +1,9 @@
-"""Reading data: the embedded digits, the cache files of known data sets, and a user's own file.
+"""Reading data: the embedded digits, the cache files of known data sets, and a user's own.
 
 A file is a NumPy archive `NAME.npz` with uint8 images `x_train`, `x_test` ([n, height, width] or [n,
-height, width, channels]) and labels `y_train`, `y_test`. Nothing that could run code is ever loaded.
+height, width, channels]) and labels `y_train`, `y_test`. A folder with the same four arrays as `.npy` files
+is for data larger than memory: its training images stay on the disk and are read as they are drawn. Nothing
+that could run code is ever loaded.
 """
 
 import os
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
+from gredp.sealed import one_line
 
 EMBEDDED = "digits"
 #: number of classes of the data sets that are known by name
@@ -24,11 +27,11 @@ LARGEST_FILE = 8 << 30
 
 @dataclass(frozen=True)
 class Splits:
-    """Images `[n, channels, height, width]` of float32 in [0, 1], labels `[n]` of int64."""
+    """Images `[n, channels, height, width]` of float32 (from uint8: in [0, 1]), labels `[n]` of int64."""
 
     name: str
     classes: int
-    x_train: Tensor
+    x_train: "Tensor | MappedImages"
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
@@ -39,34 +42,66 @@ class Splits:
         return channels, height, width
 
 
+class MappedImages:
+    """Images in a file; indexed by a list of records they are read and turned into a tensor, and not kept."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array  # [n, height, width, channels]
+        n, height, width, channels = array.shape
+        self.shape = (n, channels, height, width)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        return pixels(self._array[np.asarray(indices, dtype=np.int64)])
+
+
 def data_folder(given: str | None = None) -> Path:
     """`--data-dir`, else GREDP_DATA, else ~/.cache/gredp/data."""
     return Path(given or os.environ.get("GREDP_DATA") or Path.home() / ".cache" / "gredp" / "data")
 
 
 def load(name: str, folder: str | None = None) -> Splits:
-    """A data set by name, or from the path of a user's own `.npz`."""
+    """A data set by name, or from the path of a user's own `.npz` or folder of `.npy`."""
     if name == EMBEDDED:
         return _digits()
-    own = name.endswith(".npz")
-    if not own and name not in KNOWN:
-        raise GredpError(f"unknown data set {name!r}: one of {', '.join(KNOWN)}, or the path of a .npz file")
-    path = Path(name) if own else data_folder(folder) / f"{name}.npz"
-    if not path.is_file():
+    path = data_folder(folder) / f"{name}.npz" if name in KNOWN else Path(name)
+    mapped = path.is_dir()
+    if name not in KNOWN and not mapped and path.suffix != ".npz":
+        raise GredpError(
+            f"unknown data set {name!r}: one of {', '.join(KNOWN)}, or the path of a .npz file or of a folder"
+        )
+    if not mapped and not path.is_file():
         raise GredpError(
             f"{path} is not there: put a NumPy archive with uint8 x_train, y_train, x_test, y_test there"
         )
-    arrays = read_archive(path)
+    arrays = map_folder(path) if mapped else read_archive(path)
     # From the test labels alone: the largest private label would be a release of its own.
     labels = arrays["y_test"]
     whole = labels.size > 0 and labels.dtype.kind in "iu"
     classes = KNOWN.get(name) or (int(labels.max()) + 1 if whole else 1)
-    test = check_split(f"{path}: test", arrays["x_test"], arrays["y_test"], classes)
-    checked = [*check_split(f"{path}: training", arrays["x_train"], arrays["y_train"], classes), *test]
-    if checked[0].shape[1:] != checked[2].shape[1:]:
-        shapes = " and ".join(str(tuple(checked[i].shape[1:])) for i in (0, 2))
+    x_test, y_test = check_split(f"{path}: test", arrays["x_test"], arrays["y_test"], classes)
+    x, y_train = check_split(f"{path}: training", arrays["x_train"], arrays["y_train"], classes)
+    if x.shape[1:] != x_test.shape[1:]:
+        shapes = " and ".join(str(tuple(s[i] for i in (3, 1, 2))) for s in (x.shape, x_test.shape))
         raise GredpError(f"{path}: training and test images differ in shape: {shapes}")
-    return Splits(path.stem, classes, *checked)
+    x_train = MappedImages(x) if mapped else pixels(x)
+    return Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test)
+
+
+def map_folder(path: Path) -> dict[str, np.ndarray]:
+    """The four arrays of a folder, on the disk until they are indexed."""
+    arrays = {}
+    for name in ARRAYS:
+        file = path / f"{name}.npy"
+        if not file.is_file():
+            raise GredpError(f"{file} is not there: a folder of data holds {', '.join(ARRAYS)} as .npy")
+        try:
+            arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # as below
+            raise GredpError(f"{file} cannot be read: {one_line(error)}") from None
+    return arrays
 
 
 def read_archive(path: Path) -> dict[str, np.ndarray]:
@@ -79,16 +114,18 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
         if sum(sizes.values()) > LARGEST_FILE:
             raise GredpError(f"{path} unpacks to {sum(sizes.values())} bytes, more than {LARGEST_FILE}")
         with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in ARRAYS}
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
-        if isinstance(error, GredpError):
-            raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise GredpError(f"{path} cannot be read: {reason}") from None
+            arrays = {name: archive[name] for name in ARRAYS}
+        if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+            raise GredpError(f"{path} holds a member that is not a NumPy array")
+        return arrays
+    except GredpError:
+        raise
+    except Exception as error:  # whatever a crafted archive makes the readers raise, memory errors included
+        raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
 
 
-def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[Tensor, Tensor]:
-    """Images and labels as tensors, or one line that says what is wrong with them."""
+def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[np.ndarray, Tensor]:
+    """Images `[n, height, width, channels]` as they are and labels, or one line that says what is wrong."""
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or x.shape[3] not in (1, 3):
@@ -104,15 +141,20 @@ def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= classes:
         raise GredpError(f"{what} labels run from {low} to {high}, but must lie in 0 to {classes - 1}")
-    if x.dtype == np.uint8:
-        images = torch.from_numpy(x.transpose(0, 3, 1, 2).astype(np.float32) / 255)
-    elif x.dtype.kind == "f":
-        if not np.isfinite(x).all():
-            raise GredpError(f"{what} images hold {int((~np.isfinite(x)).sum())} values that are not finite")
-        images = torch.from_numpy(np.ascontiguousarray(x.transpose(0, 3, 1, 2), dtype=np.float32))
-    else:
+    if x.dtype.kind == "f":
+        parts = (x[i : i + 4096] for i in range(0, len(x), 4096))  # a mapped array need not fit in memory
+        bad = sum(int((~np.isfinite(part)).sum()) for part in parts)
+        if bad:
+            raise GredpError(f"{what} images hold {bad} values that are not finite")
+    elif x.dtype != np.uint8:
         raise GredpError(f"{what} images are of type {x.dtype}, not uint8 or float")
-    return images, torch.from_numpy(y.astype(np.int64))
+    return x, torch.from_numpy(y.astype(np.int64))
+
+
+def pixels(x: np.ndarray) -> Tensor:
+    """`[n, height, width, channels]` → `[n, channels, height, width]` of float32; uint8 to [0, 1]."""
+    images = np.ascontiguousarray(x.transpose(0, 3, 1, 2), dtype=np.float32)
+    return torch.from_numpy(images / 255 if x.dtype == np.uint8 else images)
 
 
 def _digits() -> Splits:

@@ -56,6 +56,20 @@ class LearnedShape:
         """P for each block, `[group_count]`."""
         return dict(zip(self.names, self._precondition.float().split(self.counts)))
 
+    def state(self) -> dict[str, Tensor]:
+        """All that was learned, for a checkpoint; every number of it was released."""
+        releases = torch.tensor(self.releases)
+        return {
+            "total": self.total,
+            "releases": releases,
+            "squared": self._squared,
+            "precondition": self._precondition,
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.total, self.releases = state["total"].clone(), int(state["releases"])
+        self._squared, self._precondition = state["squared"].clone(), state["precondition"].clone()
+
     def learn(self, noisy_shares: Tensor, noise_std: float) -> None:
         """Take in one release and set the weights of the next step."""
         self.total += noisy_shares.double().cpu()

@@ -42,11 +42,12 @@ class PrivateStep:
         with torch.no_grad():
             self._bounded.add(clip(spectra, self.plan, self.views, self.squared_weights))
 
-    def release(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def release(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """Noise the sum, give it back as a gradient of the summed loss, and begin the next step.
 
-        The caller has charged the ledger.
+        The caller has charged the ledger, and `step` is its number there: no number is noised twice.
         """
+        self.source.begin(step)
         with torch.no_grad():
             weights = self.squared_weights
             ones = {name: torch.ones(1) for name in self.views}

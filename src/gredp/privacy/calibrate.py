@@ -18,8 +18,11 @@ def calibrate(
     sample_rate: float,
     steps: int,
     accountant: AccountantName = "pld",
+    spent: tuple[Entry, ...] = (),
 ) -> float:
     """The least noise multiplier z with ε(z) ≤ target_epsilon, to a relative 1e-5 and always on that side.
+
+    What was `spent` before counts against the target.
 
     | case | result |
     |---|---|
@@ -36,7 +39,7 @@ def calibrate(
     def search(name: AccountantName, start: float, stride: float, tolerance: float) -> float | None:
         def ratio(log_z: float) -> float:
             """log(ε/target): not above 0 on the private side, nearly straight in log z."""
-            eps = epsilon([Entry(math.exp(log_z), sample_rate, steps)], delta, name)
+            eps = epsilon([*spent, Entry(math.exp(log_z), sample_rate, steps)], delta, name)
             return math.log(max(eps, 1e-300) / target_epsilon) if eps < math.inf else math.inf
 
         return _private_root(ratio, math.log(start), stride, tolerance)
@@ -48,10 +51,11 @@ def calibrate(
         rough = search("rdp", 1.0, 0.2, 0.01)
         best = search(accountant, LARGEST if rough is None else rough / 1.07, 0.03, TOLERANCE)
     if best is None:
-        least = epsilon([Entry(LARGEST, sample_rate, steps)], delta, accountant)
+        least = epsilon([*spent, Entry(LARGEST, sample_rate, steps)], delta, accountant)
         raise GredpError(
             f"epsilon {target_epsilon} cannot be reached in {steps} steps at rate {sample_rate:.4g} "
-            f"and delta {delta}: even a noise multiplier of {LARGEST:.0e} gives {least:.3g}"
+            f"and delta {delta}{' after what was spent before' if spent else ''}: "
+            f"even a noise multiplier of {LARGEST:.0e} gives {least:.3g}"
         )
     return best
 

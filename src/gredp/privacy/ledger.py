@@ -1,11 +1,15 @@
 """What has been spent: a run-length list of the steps that were charged, in their order."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate
+
+if TYPE_CHECKING:
+    from gredp.privacy.ledger_file import LedgerFile
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,34 @@ class Entry:
             raise GredpError(f"the number of steps must be a whole number, not {self.steps}")
 
 
+def merged(entries: list[Entry], step: Entry) -> list[Entry]:
+    """`entries` with one more step at the end, run-length coded."""
+    if entries and replace(entries[-1], steps=1) == step:
+        return [*entries[:-1], replace(step, steps=entries[-1].steps + 1)]
+    return [*entries, step]
+
+
 class Ledger:
-    """Append-only. A step is charged before its noisy update is applied, never after."""
+    """Append-only. A step is charged before its noisy update is applied, never after.
+
+    With a `file`, the charge is on the disk before `charge` returns, and so before noise is drawn.
+    """
 
     def __init__(self, entries: tuple[Entry, ...] = ()) -> None:
         self._entries: list[Entry] = list(entries)
+        self.file: LedgerFile | None = None
+
+    def begin_with(self, entries: Iterable[Entry]) -> None:
+        """Take over what was spent before; an empty ledger only."""
+        if self._entries:
+            raise GredpError(
+                f"{self.steps} steps are charged already: only an empty ledger can take over others"
+            )
+        self._entries = list(entries)
+
+    def keep_in(self, file: "LedgerFile") -> None:
+        """From now on this ledger is what the file says."""
+        self.file, self._entries = file, list(file.written.entries)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -52,10 +79,9 @@ class Ledger:
     ) -> None:
         """Record one step. Checked whole before anything changes."""
         entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier)
-        if self._entries and replace(self._entries[-1], steps=1) == entry:
-            self._entries[-1] = replace(entry, steps=self._entries[-1].steps + 1)
-        else:
-            self._entries.append(entry)
+        if self.file is not None:
+            self.file.append(entry)
+        self._entries = merged(self._entries, entry)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [asdict(entry) for entry in self._entries]

@@ -6,7 +6,6 @@ gradient norm, no hash of the data.
 
 import json
 import math
-import os
 import platform
 import sys
 from dataclasses import asdict
@@ -15,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate
+from gredp.sealed import write
 
 FORMAT, VERSION = "gredp-record", 1
 PACKAGES = ("gredp", "torch", "numpy", "dp-accounting", "scikit-learn")
@@ -63,24 +62,7 @@ def dumps(record: dict[str, Any]) -> str:
     return json.dumps(plain_numbers(record), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def prepare_folder(path: Path) -> None:
-    """Make the run's folder, before anything is spent; one that exists is not written into."""
-    try:
-        path.mkdir(parents=True, exist_ok=False)
-        probe = path / ".write-test"
-        probe.write_text("")
-        probe.unlink()
-    except FileExistsError:
-        raise GredpError(f"{path} exists already: choose another --out") from None
-    except OSError as error:
-        raise GredpError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def write(path: Path, text: str) -> None:
-    """Whole or not at all: a temporary file, synced, moved into place."""
-    temporary = path.with_name(path.name + ".part")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def save(path: Path, record: dict[str, Any]) -> None:
+    """Whole or not at all, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, f"{dumps(record)}\n".encode())

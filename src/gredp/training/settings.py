@@ -1,7 +1,8 @@
 """What a training run is told. Checked before any data is read; no torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -10,6 +11,14 @@ from gredp.errors import GredpError
 from gredp.mechanisms.select import Claim, Method, Noise, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
+from gredp.sealed import read_document
+
+#: where the settings lie in a run's folder
+FILE = "settings.json"
+#: settings that belong to one start of a run, not to the run
+OF_ONE_START = ("resume", "fork", "out", "json")
+#: settings that may differ when a run goes on: its result does not depend on them
+MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_seconds")
 
 
 @dataclass(frozen=True)
@@ -17,7 +26,8 @@ class TrainSettings:
     """Train a network privately; without options, a small LeNet on the embedded digits at (2, 1e-5)."""
 
     dataset: str = "digits"
-    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, or the path of your own .npz"""
+    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz, or of a
+    folder of .npy files for data larger than memory"""
     model: str | None = None
     """lenet-small, lenet5, model3, resnet20 or alexnet; by default the one that goes with the data set"""
     block: int | None = None
@@ -43,10 +53,18 @@ class TrainSettings:
     """records in memory at once; the result does not depend on it"""
     seed: int = 0
     """for initialisation only; noise and sampling are always secret"""
+    insecure_seed: int | None = None
+    """for tests only: makes noise and batches repeatable, and the run worthless as a private one"""
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
     out: str | None = None
     """folder of the run; must not exist yet"""
+    resume: str | None = None
+    """folder of a run that was interrupted: go on with its settings, noise drawn afresh, all charges kept"""
+    fork: str | None = None
+    """folder of a run to start from: a new run with its weights, whose ε includes all that it has spent"""
+    checkpoint_seconds: float = 300.0
+    """most seconds between two checkpoints; there is one after every epoch as well"""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """print one JSON object instead of tables"""
 
@@ -56,6 +74,10 @@ class TrainSettings:
         if self.block is not None:
             return self.block
         return 8 if self.method in ("gredp", "spectral_dp") else 0
+
+    def kept(self) -> dict[str, Any]:
+        """What the run's folder keeps."""
+        return {name: value for name, value in asdict(self).items() if name not in OF_ONE_START}
 
     def options(self) -> dict[str, Any]:
         """Options of the mechanism beyond those every method has."""
@@ -84,5 +106,32 @@ class TrainSettings:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
         if self.block is not None and self.block < 0:
             raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
+        if not self.checkpoint_seconds >= 0:
+            raise GredpError(f"--checkpoint-seconds must be 0 or more, not {self.checkpoint_seconds}")
+        if self.resume is not None:
+            self._check_resumed(saved_settings(self.resume))
         if not 0 <= self.momentum < 1:
             raise GredpError(f"--momentum must lie in [0, 1), not {self.momentum}")
+
+    def _check_resumed(self, saved: "TrainSettings") -> None:
+        if self.out is not None or self.fork is not None:
+            raise GredpError(
+                "--resume goes on in the folder of the run: give neither --out nor --fork with it"
+            )
+        for field in fields(self):
+            was, told = getattr(saved, field.name), getattr(self, field.name)
+            if was != told and field.name not in MAY_CHANGE:
+                option = field.name.replace("_", "-")
+                raise GredpError(
+                    f"{self.resume} was started with --{option} {was}, not {told}: a run goes on as it "
+                    f"began; to change it, start a new run with --fork {self.resume}"
+                )
+
+
+def saved_settings(folder: str) -> TrainSettings:
+    """Those of the run in `folder`, to go on with."""
+    values = read_document(Path(folder) / FILE)
+    try:
+        return replace(TrainSettings(**values["settings"]), resume=folder)
+    except (TypeError, KeyError) as error:
+        raise GredpError(f"{Path(folder) / FILE} is not of this version of gredp: {error}") from None

@@ -1,0 +1,63 @@
+"""Where secret random numbers come from: a 256-bit secret of the process, a keystream for each use of it.
+
+Formal guarantee. key = HMAC-SHA256(secret, purpose, incarnation, numbers), and the bits are AES-256 in
+counter mode under that key: to whoever does not hold the secret they cannot be told from uniform ones. The
+secret comes from the operating system, is written nowhere and is gone with the process, so a run that is
+resumed cannot repeat a draw even if it wanted to.
+"""
+
+import hmac
+import os
+import secrets
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
+
+from gredp.errors import GredpError
+
+
+class Secret:
+    """Gives a keystream for every (purpose, numbers); the caller never asks for the same twice.
+
+    `insecure_seed` makes the draws repeatable, for tests only: they are no secret then.
+    """
+
+    def __init__(self, insecure_seed: int | None = None) -> None:
+        seed = f"insecure seed {insecure_seed}".encode()
+        self._key = secrets.token_bytes(32) if insecure_seed is None else hmac.digest(b"", seed, "sha256")
+        self._process = os.getpid()
+        #: number of this start of the run; under a seed it alone keeps the draws of two starts apart
+        self.incarnation = 0
+
+    def keystream(self, size: int, purpose: str, *numbers: int) -> bytearray:
+        """`size` bytes, and a few more at the end that are not random."""
+        if os.getpid() != self._process:
+            raise GredpError("a secret stays in its process: a forked one would repeat its draws")
+        label = "/".join([purpose, *map(str, (self.incarnation, *numbers))])
+        key = hmac.digest(self._key, label.encode(), "sha256")
+        stream = bytearray(size + 15)
+        # A key is used once, so the counter may begin at zero.
+        Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update_into(bytes(size), stream)
+        return stream
+
+    def uniform(self, count: int, purpose: str, *numbers: int) -> Tensor:
+        """`[count]` of float64 in (0, 1], multiples of 2⁻⁵³."""
+        return unit_interval(self.keystream(8 * count, purpose, *numbers), count)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GredpError(
+            "a secret is neither copied nor stored: a copy would repeat its draws on other inputs"
+        )
+
+    def __repr__(self) -> str:
+        return "Secret()"
+
+
+def unit_interval(stream: bytearray, count: int) -> Tensor:
+    """The first 8·count bytes as `[count]` of float64 in (0, 1]; 53 bits each, no rounding."""
+    if not count:
+        return torch.zeros(0, dtype=torch.float64)
+    words = torch.frombuffer(stream, dtype=torch.int64, count=count)
+    return (words >> 11).double().add_(2.0**52 + 1).mul_(2.0**-53)

@@ -1,0 +1,156 @@
+"""The ledger on the disk: what is in it was there before the noise, and what was changed in it is found."""
+
+import math
+import os
+import random
+
+import pytest
+
+from gredp.errors import GredpError
+from gredp.privacy.certificate import Certificate, Release
+from gredp.privacy.ledger import Entry, Ledger
+from gredp.privacy.ledger_file import LedgerFile, parse, read_ledger
+
+
+def certificate(z: float) -> Certificate:
+    return Certificate((Release("r", 1.0, z),))
+
+
+def written(path, charges=((1.0, 0.5), (1.0, 0.5), (2.0, 0.25), (1.0, 0.5))) -> Ledger:
+    file = LedgerFile.create(path)
+    file.start()
+    ledger = Ledger()
+    ledger.keep_in(file)
+    for z, rate in charges:
+        ledger.charge(certificate(z), rate, 4.0)
+    file.close()
+    return ledger
+
+
+def test_what_was_charged_is_read_back_entry_for_entry(tmp_path):
+    ledger = written(tmp_path / "ledger")
+    found = read_ledger(tmp_path / "ledger")
+    assert tuple(found.entries) == ledger.entries
+    assert found.entries == [Entry(1.0, 0.5, 2, 4.0), Entry(2.0, 0.25, 1, 4.0), Entry(1.0, 0.5, 1, 4.0)]
+    assert (found.steps, found.incarnations, found.torn) == (4, 1, False)
+
+
+@pytest.mark.parametrize("z", [0.0, math.inf, 1 / 3])
+def test_every_bit_of_a_multiplier_is_kept(tmp_path, z):
+    file = LedgerFile.create(tmp_path / "ledger", [Entry(z, 1 / 3, 5)])
+    file.append(Entry(z, 1 / 3, 1))
+    file.close()
+    assert read_ledger(tmp_path / "ledger").entries == [Entry(z, 1 / 3, 6)]
+
+
+def test_a_charge_is_in_the_file_before_it_is_in_memory(tmp_path, monkeypatch):
+    ledger = written(tmp_path / "ledger")
+    file = LedgerFile.open(tmp_path / "ledger")
+    ledger.keep_in(file)
+    synced = []
+
+    def failing(descriptor):
+        synced.append(descriptor)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", failing)
+    with pytest.raises(GredpError, match="cannot be written: No space left on device"):
+        ledger.charge(certificate(1.0), 0.5, 4.0)
+    assert synced
+    assert ledger.steps == 4
+    with pytest.raises(
+        GredpError, match="is closed"
+    ):  # a line may be there in part: only a new start mends it
+        ledger.charge(certificate(1.0), 0.5, 4.0)
+
+
+@pytest.mark.fault("damaged ledger")
+def test_every_cut_is_found_or_stays_charged(tmp_path, record_property):
+    """A cut within a line is a crash, and the step counts. A cut at a line end cannot be seen."""
+    path = tmp_path / "ledger"
+    written(path)
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    ends = {sum(map(len, lines[:n])) for n in range(len(lines) + 1)}
+    record_property("injected", len(whole) - 1)
+    for size in range(1, len(whole)):
+        if size < len(lines[0]):
+            with pytest.raises(GredpError, match="no whole line"):
+                parse(path, whole[:size])
+            continue
+        found = parse(path, whole[:size])
+        done = whole[: max(end for end in ends if end <= size)].count(b'"line": "step"')
+        assert found.torn == (size not in ends)
+        assert found.steps >= done
+        if size % 40:  # syncing takes its time
+            continue
+        path.write_bytes(whole[:size])
+        file = LedgerFile.open(path)  # mended: the same figure, in whole lines
+        assert (file.written.steps, file.written.torn) == (found.steps, False)
+        file.append(Entry(1.0, 0.5, 1))
+        file.close()
+        assert read_ledger(path).steps == found.steps + 1
+
+
+@pytest.mark.fault("damaged ledger")
+def test_a_last_step_cut_anywhere_still_counts(tmp_path):
+    path = tmp_path / "ledger"
+    written(path)
+    whole = path.read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    for size in range(len(whole) - last + 1, len(whole)):
+        assert parse(path, whole[:size]).steps == 4
+
+
+@pytest.mark.fault("damaged ledger")
+def test_every_flipped_bit_is_found_or_costs_nothing(tmp_path, record_property):
+    path = tmp_path / "ledger"
+    written(path)
+    whole = path.read_bytes()
+    generator = random.Random(0)
+    record_property("injected", len(whole))
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << generator.randrange(8)
+        if place == len(whole) - 1:  # the last newline: a torn line, and its step counts
+            assert parse(path, bytes(changed)).steps == 4
+            continue
+        with pytest.raises(GredpError, match=r"damaged|no whole line"):
+            parse(path, bytes(changed))
+
+
+@pytest.mark.fault("damaged ledger")
+def test_lines_removed_repeated_or_moved_are_found(tmp_path):
+    path = tmp_path / "ledger"
+    written(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for n in range(len(lines) - 1):
+        for changed in (
+            lines[:n] + lines[n + 1 :],
+            [*lines[: n + 1], *lines[n:]],
+            [*lines[:n], lines[n + 1], lines[n], *lines[n + 2 :]],
+        ):
+            path.write_bytes(b"".join(changed))
+            with pytest.raises(GredpError, match=r"damaged at line \d+"):
+                read_ledger(path)
+
+
+@pytest.mark.fault("damaged ledger")
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\x80\x02}q\x00.", b"x" * 100, b"[" * 100_000 + b"\n", b"\0" * 5000]
+)
+def test_what_is_no_ledger_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "ledger").write_bytes(content)
+    with pytest.raises(GredpError) as error:
+        read_ledger(tmp_path / "ledger")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("damaged ledger")
+def test_links_and_pipes_are_not_read(tmp_path):
+    written(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "none"):
+        with pytest.raises(GredpError):
+            read_ledger(tmp_path / name)
