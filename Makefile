@@ -28,6 +28,8 @@ ifeq ($(BENCH),--quick)
 	$(BIN)/python benchmarks/step_time.py --quick --out runs/step_time.json
 else
 	$(BIN)/python benchmarks/step_time.py --out results/step_time.json
+	$(BIN)/python benchmarks/step_time.py --quick --threads 1 --out results/step_time_one_thread.json
+	$(BIN)/python benchmarks/scaling.py --out results/scaling.json
 	$(BIN)/python benchmarks/page.py
 endif
 

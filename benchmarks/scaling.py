@@ -30,7 +30,7 @@ def grown(network: str, batch: int, threads: int, rounds: int, *physical: int) -
     workers = [Worker(network, variant, batch, threads, *physical) for variant in VARIANTS]
     for _ in range(rounds):
         for worker in workers:
-            worker.step()
+            worker.step("one" if batch > 512 else "turn")
     for worker in workers:
         worker.close()
     return {w.variant: {"seconds": statistics.median(w.seconds), "peak_bytes": w.peak} for w in workers}

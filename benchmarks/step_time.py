@@ -43,10 +43,11 @@ class Worker:
             return {}
         return json.loads(line)
 
-    def step(self) -> None:
+    def step(self, turn: str = "turn") -> None:
+        """A turn of three steps, or "one" alone."""
         if self.error:
             return
-        self.process.stdin.write("step\n")
+        self.process.stdin.write(turn + "\n")
         self.process.stdin.flush()
         answer = self._answer()
         if answer:

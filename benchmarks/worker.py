@@ -95,13 +95,15 @@ def main() -> None:
     step()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        if line.strip() != "step":
+        counted = {"one": 1, "turn": 2}.get(line.strip())
+        if counted is None:
             break
-        step()  # not counted: it finds the caches as another process left them, which no training does
+        if counted > 1:
+            step()  # not counted: it finds the caches as another process left them, which no training does
         start = time.perf_counter()
-        step()
-        step()
-        seconds = (time.perf_counter() - start) / 2
+        for _ in range(counted):
+            step()
+        seconds = (time.perf_counter() - start) / counted
         peak = memory("VmHWM") - before
         print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
 
