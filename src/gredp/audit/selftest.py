@@ -37,9 +37,9 @@ class Planted:
 GAME, STEP = checks.game, checks.step_game
 SELF_TEST = [
     Planted(bugs.fft_without_unitary_scaling, GAME, (GREDP,)),
-    Planted(bugs.half_spectrum_without_root_two, GAME, (DPSGD, ("sinusoid",))),
+    Planted(bugs.half_spectrum_without_root_two, GAME, (GREDP, ("sinusoid",))),
     Planted(bugs.real_noise_only, GAME, (GREDP, ("odd pair",))),
-    Planted(bugs.last_coefficient_without_noise, GAME, (GREDP, ("sinusoid",))),
+    Planted(bugs.last_coefficient_without_noise, GAME, (GREDP, ("quietest",))),
     Planted(bugs.clip_of_the_mean_loss, GAME, (DPSGD,)),
     Planted(bugs.noise_divided_by_the_batch, GAME, (DPSGD,)),
     Planted(bugs.empty_batches_skipped, GAME, (DPSGD, ("random",), ((8,),), 0)),
