@@ -34,7 +34,7 @@ class ShapedGReDP(Mechanism):
 
     @property
     def needs(self) -> Needs:
-        return "inputs" if self.transform == "padded" else "spectra"
+        return "spectra"
 
     def step(
         self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
