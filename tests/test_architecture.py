@@ -88,5 +88,5 @@ def test_examples_run(capsys):
 
 
 def test_pages_made_from_records_are_current():
-    for page in ("benchmarks/page.py", "tests/faults/record.py"):
+    for page in ("benchmarks/page.py", "benchmarks/cluster_page.py", "tests/faults/record.py"):
         subprocess.run([sys.executable, str(ROOT / page), "--check"], check=True)

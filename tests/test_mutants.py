@@ -15,17 +15,22 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-sys.path += [str(Path(__file__).parent / folder) for folder in ("laws", "training")]  # the named tests
+sys.path += [
+    str(Path(__file__).parent / folder) for folder in ("laws", "training", "faults")
+]  # the named tests
 
 import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
+import test_ranks
 import test_runs
 
+import gredp.distributed as distributed
 import gredp.gradient.capture as capture
 import gredp.gradient.clip as clip
 import gredp.gradient.noise as noise
 import gredp.gradient.per_sample as per_sample
 import gredp.gradient.step as step
+import gredp.gradient.summation as summation
 import gredp.optimizer as optimizer
 import gredp.privacy.calibrate as calibrate
 import gredp.privacy.ledger as ledger
@@ -35,6 +40,7 @@ import gredp.sampling as sampling
 import gredp.spectrum as spectrum
 import gredp.training.checkpoint as checkpoint
 import gredp.validation as validation
+import test_distributed
 import test_engine
 import test_randomness
 import test_sampling
@@ -330,6 +336,50 @@ def contracts_not_compared(patch: Patch) -> None:
     patch.setattr(checkpoint, "contract", lambda optimizer: {})
 
 
+def noise_of_every_process_added_up(patch: Patch) -> None:
+    patch.setattr(step, "rank", lambda: 0)
+    patch.setattr(step, "pass_on", distributed.add_up)
+
+
+def noise_of_every_process_averaged(patch: Patch) -> None:
+    def mean(tensors):
+        return {n: t / distributed.world_size() for n, t in distributed.add_up(tensors).items()}
+
+    patch.setattr(step, "rank", lambda: 0)
+    patch.setattr(step, "pass_on", mean)
+
+
+def noise_divided_by_the_number_of_processes(patch: Patch) -> None:
+    """1/N of the deviation in each, where 1/√N would add up to the certificate's."""
+    draw = noise.SecretSource.normal
+
+    def share(self, shape, like):
+        return draw(self, shape, like) / distributed.world_size()
+
+    patch.setattr(noise.SecretSource, "normal", share)
+    noise_of_every_process_added_up(patch)
+
+
+def every_process_keeps_its_own_noise(patch: Patch) -> None:
+    patch.setattr(step, "rank", lambda: 0)
+    patch.setattr(step, "pass_on", dict)
+
+
+def one_seed_for_all_processes(patch: Patch) -> None:
+    honest = randomness.Secret.__init__
+    patch.setattr(randomness.Secret, "__init__", lambda self, insecure_seed=None: honest(self, 0))
+
+
+def every_process_takes_the_whole_batch(patch: Patch) -> None:
+    """Each record would count as often as there are processes: N times the clipping norm."""
+    patch.setattr(sampling, "rank", lambda: 0)
+    patch.setattr(sampling, "world_size", lambda: 1)
+
+
+def sums_of_other_processes_left_out(patch: Patch) -> None:
+    patch.setattr(summation, "add_up", dict)
+
+
 # ------------------------------------------------------------------ who catches them
 
 
@@ -340,6 +390,11 @@ def in_a_new_folder(test: Callable[..., None]) -> Callable[..., None]:
             test(Path(folder), *arguments)
 
     return called
+
+
+def paid_before_given(folder: Path) -> None:
+    test_ranks.small_data(folder)
+    test_ranks.test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder)
 
 
 stays_charged = in_a_new_folder(test_runs.test_steps_after_the_last_checkpoint_stay_charged)
@@ -447,6 +502,27 @@ MUTANTS = [
         in_a_new_folder(test_runs.test_changed_settings_are_refused_with_both_values),
         ({"noise_multiplier": 1.1}, "another noise_multiplier"),
     ),
+    *(
+        Mutant(mistake, test_distributed.test_noise_of_the_certificate_is_added_once, (2, "dpsgd"))
+        for mistake in (
+            noise_of_every_process_added_up,
+            noise_of_every_process_averaged,
+            noise_divided_by_the_number_of_processes,
+        )
+    ),
+    Mutant(
+        every_process_keeps_its_own_noise,
+        test_distributed.test_with_noise_processes_stay_bit_equal_at_every_step,
+        ("dpsgd",),
+    ),
+    Mutant(one_seed_for_all_processes, test_distributed.test_secrets_of_processes_are_independent, (2,)),
+    *(
+        Mutant(
+            mistake, test_distributed.test_without_noise_many_processes_release_what_one_does, (2, "dpsgd")
+        )
+        for mistake in (every_process_takes_the_whole_batch, sums_of_other_processes_left_out)
+    ),
+    Mutant(charges_written_late, in_a_new_folder(paid_before_given)),
     Mutant(weights_learned_before_the_release, test_engine.test_shaped_noise_learns_from_releases_only),
 ]
 

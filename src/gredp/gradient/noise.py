@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.gradient.summation import BoundedSum
+from gredp.gradient.summation import BoundedSum, empty_sum
 from gredp.randomness import Secret, unit_interval
-from gredp.spectrum import BlockView
 
 #: normal numbers drawn at a time; more of them would leave the processor's cache and take twice as long
 IN_CACHE = 1 << 17
@@ -111,7 +110,7 @@ def add_noise(
             view = bounded.views[name]
             total = bounded.totals.get(name)
             if total is None:
-                total = _empty_sum(view, parameters[name])
+                total = empty_sum(view, parameters[name])
             real = total.real if total.is_complex() else total
             if plan.transform == "none":
                 values[name] = total
@@ -136,14 +135,3 @@ def add_noise(
             shares = torch.zeros(sum(v.group_count for v in bounded.views.values()))
         shares = shares + plan.energy_std * source.normal(tuple(shares.shape), shares)
     return NoisySum(bounded, values, shares)
-
-
-def _empty_sum(view: BlockView, like: Tensor) -> Tensor:
-    """The sum over no records, in the domain and precision of a sum over some."""
-    double = like.dtype == torch.float64
-    if not view.padded:
-        dtype = torch.float64 if double else torch.float32
-        return torch.zeros(view.block.shape, dtype=dtype, device=like.device)
-    lead = like.shape[: like.dim() - view.axes]
-    dtype = torch.complex128 if double else torch.complex64
-    return torch.zeros(*lead, *view.block.grid, dtype=dtype, device=like.device)
