@@ -98,7 +98,13 @@ def test_examples_run(capsys):
 
 
 @pytest.mark.parametrize(
-    "script", ["benchmarks/page.py", "benchmarks/audit_page.py", "tests/faults/record.py"]
+    "script",
+    [
+        "benchmarks/page.py",
+        "benchmarks/audit_page.py",
+        "benchmarks/cluster_page.py",
+        "tests/faults/record.py",
+    ],
 )
 def test_pages_made_from_records_are_current(script):
     subprocess.run([sys.executable, str(ROOT / script), "--check"], check=True)

@@ -14,13 +14,15 @@ from tempfile import TemporaryDirectory
 import pytest
 
 # the named tests live there
-sys.path += [str(Path(__file__).parent / folder) for folder in ("laws", "gradient", "training")]
+sys.path += [str(Path(__file__).parent / folder) for folder in ("laws", "gradient", "training", "faults")]
 
 import test_clipped_sum
 import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
+import test_ranks
 import test_runs
 
+import test_distributed
 import test_engine
 import test_randomness
 import test_sampling
@@ -45,6 +47,11 @@ def in_a_new_folder(test: Callable[..., None]) -> Callable[..., None]:
             test(Path(folder), *arguments)
 
     return called
+
+
+def paid_before_given(folder: Path) -> None:
+    test_ranks.small_data(folder)
+    test_ranks.test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder)
 
 
 stays_charged = in_a_new_folder(test_runs.test_steps_after_the_last_checkpoint_stay_charged)
@@ -160,6 +167,27 @@ MUTANTS = [
         in_a_new_folder(test_runs.test_changed_settings_are_refused_with_both_values),
         ({"noise_multiplier": 1.1}, "another noise_multiplier"),
     ),
+    *(
+        Mutant(mistake, test_distributed.test_noise_of_the_certificate_is_added_once, (2, "dpsgd"))
+        for mistake in (
+            bugs.noise_of_every_process_added_up,
+            bugs.noise_of_every_process_averaged,
+            bugs.noise_divided_by_the_number_of_processes,
+        )
+    ),
+    Mutant(
+        bugs.every_process_keeps_its_own_noise,
+        test_distributed.test_with_noise_processes_stay_bit_equal_at_every_step,
+        ("dpsgd",),
+    ),
+    Mutant(bugs.one_seed_for_all_processes, test_distributed.test_secrets_of_processes_are_independent, (2,)),
+    *(
+        Mutant(
+            mistake, test_distributed.test_without_noise_many_processes_release_what_one_does, (2, "dpsgd")
+        )
+        for mistake in (bugs.every_process_takes_the_whole_batch, bugs.sums_of_other_processes_left_out)
+    ),
+    Mutant(bugs.charges_written_late, in_a_new_folder(paid_before_given)),
 ]
 
 

@@ -1,5 +1,6 @@
 """The command line. Imports stay inside the commands, so that `gredp --help` does not wait for torch."""
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from gredp.audit.command import AuditSettings, run_audit
-from gredp.errors import GredpError
+from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
 from gredp.privacy.accountant import AccountantName, epsilon, round_up
 from gredp.training.settings import FILE, TrainSettings, saved_settings
@@ -66,10 +67,14 @@ Command = (
 def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
     """`--resume` and `--fork` take the run's settings where the command line says nothing else."""
     run = settings.resume or settings.fork
-    if run is None:
-        return settings
-    given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
-    return tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
+    if run is not None:
+        given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
+        settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
+    # After a crash `torchrun --max-restarts` repeats the command that began the run: it goes on.
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if again and settings.out is not None and (Path(settings.out) / FILE).exists():
+        settings = replace(settings, resume=settings.out, out=None, fork=None)
+    return settings
 
 
 def run_train(settings: TrainSettings) -> None:
@@ -80,13 +85,16 @@ def run_train(settings: TrainSettings) -> None:
 
     if settings.json:
         run = train(settings)
+        if not run.record:  # one of several processes, not the first
+            return
         result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
         result |= {"test_accuracy": run.record["test_accuracy"], "run": str(run.folder)}
         print(dumps(result))
         return
     with Bar() as progress:
         run = train(settings, progress)
-    show_run(run)
+    if run.record:
+        show_run(run)
 
 
 def run_account(settings: AccountSettings) -> None:
@@ -191,11 +199,14 @@ def main(arguments: list[str] | None = None) -> None:
                 sys.exit(run_audit(settings))
             else:
                 run_account(settings)
+    except Elsewhere:
+        sys.exit(2)
     except GredpError as error:
         print(f"gredp: {error}", file=sys.stderr)
         sys.exit(2)
     except Stopped as stop:
-        print(f"gredp: {stop}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            print(f"gredp: {stop}", file=sys.stderr)
         sys.exit(stop.status)
 
 

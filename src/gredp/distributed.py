@@ -1,33 +1,182 @@
-"""Wrapper for several processes. So far one process only; more are refused rather than trained wrongly."""
+"""Several processes that train together: one sum, one noise, one ledger.
 
+Formal guarantee. Record i belongs to process i mod N and is clipped there. The clipped sums are added up over
+all processes; the first one alone charges the ledger, on the disk before its part of the sum is given away,
+draws the noise and passes the noisy gradient on. So what every process applies is the release that one
+process with all the records would have made, and no process has it before it is charged.
+
+With one process every function here is the identity.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from gredp.errors import GredpError
+from gredp.errors import Elsewhere, GredpError
 
-
-class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """The name under which Opacus' examples wrap a model for `torchrun`; a plain pass-through here."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        refuse_many_processes()
-        self.module = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+#: seconds after which a silent process is given up; the first one evaluates and writes while others wait
+TIMEOUT = 300.0
 
 
 def world_size() -> int:
     """How many processes train together."""
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if ready else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def refuse_many_processes() -> None:
-    """Each process would add noise of its own and charge a ledger of its own: neither would be right."""
-    world = world_size()
-    if world > 1:
-        raise GredpError(f"{world} processes: training on more than one process is not supported yet")
+def rank() -> int:
+    """The number of this process; the first one is 0."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the processes that `torchrun` started, if it did; any other start is one process."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
+    told = os.environ.get("GREDP_TIMEOUT_SECONDS", str(TIMEOUT))
+    try:
+        timeout = timedelta(seconds=float(told))
+    except (ValueError, OverflowError):
+        raise GredpError(f"GREDP_TIMEOUT_SECONDS must be a number of seconds, not {told!r}") from None
+    try:
+        dist.init_process_group("gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise GredpError(f"the processes could not join: {_first_line(error)}") from None
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _contact() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise GredpError(
+            f"process {dist.get_rank()} of {dist.get_world_size()} lost contact with the others "
+            f"({_first_line(error)}): all must start again"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """Of a library's error, without the place in its source."""
+    return re.sub(r"^\[[^]]*\] *", "", str(error)).partition("\n")[0][:200]
+
+
+def _together(tensors: Mapping[str, Tensor], collective: Callable[[Tensor], Any]) -> dict[str, Tensor]:
+    """A collective on all tensors of a type at once, since each call costs a round trip."""
+    done: dict[str, Tensor] = {}
+    for dtype in sorted({t.dtype for t in tensors.values()}, key=str):
+        names = sorted(name for name, t in tensors.items() if t.dtype == dtype)
+        flat = torch.cat([tensors[name].detach().flatten() for name in names])
+        with _contact():
+            collective(torch.view_as_real(flat) if flat.is_complex() else flat)
+        parts = flat.split([tensors[name].numel() for name in names])
+        done |= {name: part.view(tensors[name].shape) for name, part in zip(names, parts)}
+    return done
+
+
+def add_up(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sums over all processes; every process brings the same names, shapes and types."""
+    return dict(tensors) if world_size() == 1 else _together(tensors, dist.all_reduce)
+
+
+def pass_on(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first process' values, bit for bit; the others bring tensors of the same names, shapes, types."""
+    return dict(tensors) if world_size() == 1 else _together(tensors, lambda flat: dist.broadcast(flat, 0))
+
+
+def largest(number: int) -> int:
+    """The largest of all processes' numbers."""
+    if world_size() == 1:
+        return number
+    held = torch.tensor(number, device=_device())
+    with _contact():
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+    return int(held)
+
+
+def from_first(action: Callable[[], tuple[Any, bytes]]) -> tuple[Any, bytes]:
+    """What `action` gives in the first process, the only one to call it: (JSON, bytes), or its error."""
+    if world_size() == 1:
+        return action()
+    value, content, error = None, b"", None
+    if rank() == 0:
+        try:
+            value, content = action()
+        except GredpError as caught:
+            error = caught
+    head = json.dumps([value, len(content), None if error is None else str(error)]).encode()
+    length = largest(len(head) if rank() == 0 else 0)
+    value, size, message = json.loads(_bytes_from_first(head, length))
+    if error is not None:
+        raise error
+    if message is not None:
+        raise Elsewhere(message)
+    return value, _bytes_from_first(content, size)
+
+
+def _bytes_from_first(content: bytes, size: int) -> bytes:
+    """Bytes and not objects, which would travel as pickles."""
+    held = torch.zeros(size, dtype=torch.uint8, device=_device())
+    if rank() == 0 and size:
+        held.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    with _contact():
+        dist.broadcast(held, 0)
+    return held.cpu().numpy().tobytes()
+
+
+def _device() -> torch.device:
+    """Where messages lie: nccl carries what is on a GPU only."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def refuse_differences(facts: Mapping[str, Any]) -> None:
+    """Processes that were told different things would not train one model: name the first difference."""
+    if world_size() == 1:
+        return
+    own = json.loads(json.dumps(facts))
+    first, _ = from_first(lambda: (own, b""))
+    key = next((k for k in {**first, **own} if first.get(k) != own.get(k)), None)
+    differing = largest(rank() if key is not None else 0)
+    if key is not None:
+        there, here = (json.dumps(x.get(key))[:200] for x in (first, own))
+        raise GredpError(f"process {rank()} has another {key} ({here}) than the first process ({there})")
+    if differing:
+        raise Elsewhere(f"process {differing} was told something else than the first process")
+
+
+def share_weights(module: nn.Module) -> None:
+    """All processes begin with the first one's parameters and buffers."""
+    if world_size() == 1:
+        return
+    state = {name: t for name, t in module.state_dict().items() if t.numel()}
+    refuse_differences({"shape of " + name: [*t.shape, str(t.dtype)] for name, t in state.items()})
+    with torch.no_grad():
+        for name, value in pass_on(state).items():
+            state[name].copy_(value)
+
+
+class DifferentiallyPrivateDistributedDataParallel(nn.Module):
+    """The name under which Opacus' examples wrap a model for `torchrun`: shares the first weights.
+
+    `make_private` does that too, and all the rest: the wrapper is not needed here.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        share_weights(model)
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from gredp.distributed import refuse_many_processes
+from gredp.distributed import from_first, rank, refuse_differences, share_weights
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
@@ -22,12 +23,12 @@ from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
-from gredp.privacy.ledger import Ledger
+from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
 from gredp.randomness import Secret
 from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
-from gredp.training.checkpoint import model_tensors, restore, write_checkpoint
-from gredp.training.run_folder import RunFolder
+from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
+from gredp.training.run_folder import Checkpoint, RunFolder
 from gredp.validation import validate
 
 #: modes of Opacus that differ in how gradients are computed, not in what is computed
@@ -96,7 +97,8 @@ class PrivacyEngine:
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | refused by name |
         | a trainable parameter outside the optimiser, or one of the optimiser's outside the model | refused |
-        | poisson_sampling=False, more than one process | refused |
+        | poisson_sampling=False, a model in torch's DistributedDataParallel | refused |
+        | several processes | train as one, from the first one's weights; if told different things: refused |
         """
         if self.secure_mode and noise_generator is not None:
             raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
@@ -137,6 +139,8 @@ class PrivacyEngine:
             claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=max_grad_norm,
         )
+        refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
+        share_weights(module)
         self._optimizer, self.requested_multiplier = private, noise_multiplier
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
@@ -215,8 +219,11 @@ class PrivacyEngine:
         | the folder exists and is not this run's | refused |
         | another process holds it | refused |
         | the disk is full | refused; the last checkpoint stays whole |
+        | several processes | the first one writes, the others do nothing |
         """
         module, optimizer = self._private()
+        if rank():
+            return
         if self._folder is None:
             self._keep(RunFolder.create(Path(path), self.ledger.entries))
         elif self._folder.path != Path(path):
@@ -245,12 +252,18 @@ class PrivacyEngine:
             raise GredpError(
                 f"this engine has charged {self.ledger.steps} steps already: load into a new one"
             )
-        folder = RunFolder.open(Path(path))
+        held: list[RunFolder] = []
         try:
-            progress = restore(folder.newest(), module, optimizer)
-            self._keep(folder)
+            facts, tensors = from_first(lambda: _open(Path(path), held))
+            progress = restore(Checkpoint(tensors, facts["checkpoint"]), module, optimizer)
+            if held:
+                self._keep(held[0])
+            else:  # the first process holds the folder
+                self.ledger.begin_with([Entry(**row) for row in facts["entries"]], facts["inherited"])
+                self.secret.incarnation = facts["starts"] + 1
         except BaseException:
-            folder.close()
+            for folder in held:
+                folder.close()
             raise
         return progress
 
@@ -262,14 +275,14 @@ class PrivacyEngine:
         """
         if self._optimizer is not None or self.ledger.steps:
             raise GredpError("fork a run before make_private, with a new engine")
-        parent = RunFolder.open(Path(path))
+        held: list[RunFolder] = []
         try:
-            weights = model_tensors(parent.newest())
+            facts, tensors = from_first(lambda: _open(Path(path), held))
         finally:
-            parent.close()
-        assert parent.ledger is not None
-        self.ledger.begin_with(parent.ledger.written.entries)
-        return weights
+            for parent in held:
+                parent.close()
+        self.ledger.begin_with([Entry(**row) for row in facts["entries"]])
+        return model_tensors(Checkpoint(tensors, {}))
 
     def _private(self) -> tuple[nn.Module, PrivateOptimizer]:
         if self._capture is None or self._optimizer is None:
@@ -303,6 +316,21 @@ class PrivacyEngine:
         return f"PrivacyEngine(accountant={self.accountant.name!r}, steps={self.ledger.steps})"
 
 
+def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
+    """What all processes must know of a run: its newest checkpoint, what was spent. `held` takes it."""
+    held.append(RunFolder.open(path))
+    checkpoint = held[0].newest()
+    assert held[0].ledger is not None
+    written = held[0].ledger.written
+    facts = {
+        "checkpoint": checkpoint.facts,
+        "entries": [asdict(entry) for entry in written.entries],
+        "inherited": written.inherited,
+        "starts": written.incarnations,
+    }
+    return facts, checkpoint.tensors
+
+
 def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool, mode: str) -> None:
     if not batch_first:
         raise GredpError("batch_first=False is not supported: put the batch in the first dimension")
@@ -316,13 +344,16 @@ def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: boo
         raise GredpError(
             f"grad_sample_mode {mode!r} is not offered: {', '.join(GRAD_SAMPLE_MODES)} all mean the same"
         )
-    refuse_many_processes()
 
 
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     errors = validate(module)
     if errors:
         raise errors[0]
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise GredpError(
+            "DistributedDataParallel would add up gradients that were not clipped: give the model itself"
+        )
     if isinstance(optimizer, PrivateOptimizer):
         raise GredpError("this optimiser is private already")
     names = {id(p): n for n, p in module.named_parameters()}

@@ -3,3 +3,7 @@
 
 class GredpError(ValueError):
     """Something the caller asked for cannot be done, or cannot be done privately."""
+
+
+class Elsewhere(GredpError):
+    """Another process failed, and says so itself."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gredp.distributed import world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.step import PrivateStep
@@ -18,7 +19,7 @@ class PrivateOptimizer(Optimizer):
 
     Formal guarantee. Every call of `step()` that updates parameters has been charged to the ledger with
     the plan's certificate and the loader's rate, before noise was drawn. A part of a logical batch that
-    is not its last only adds up.
+    is not its last only adds up. Of several processes the first one charges on the disk, and all step alike.
 
     | case | what happens |
     |---|---|
@@ -57,6 +58,7 @@ class PrivateOptimizer(Optimizer):
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
         self._skip = False
+        self._processes = world_size()
 
     @property
     def noise_multiplier(self) -> float:
@@ -113,6 +115,11 @@ class PrivateOptimizer(Optimizer):
                     f"parameter {name} was unfrozen after make_private: its gradient would be neither "
                     "clipped nor noised; unfreeze first, then make the model private"
                 )
+        if world_size() != self._processes:
+            raise GredpError(
+                f"{world_size()} processes, but {self._processes} when the model was made private: "
+                "join them first, then make it private"
+            )
         spectra = self.capture.take()
         if spectra is None:
             raise GredpError(

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
+from gredp.distributed import rank, world_size
 from gredp.errors import GredpError
 from gredp.randomness import Secret
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 class PoissonBatchSampler(Sampler[list[int]]):
     """`steps` independent draws an epoch. An empty draw is yielded, executed and charged like any other.
 
-    Time and memory go with the records that are drawn, not with those there are.
+    Time and memory go with the records that are drawn, not with those there are. Of N processes each keeps
+    the records that are its own, i mod N: the draws of all together are one Poisson draw from all records,
+    whether the processes draw from one seed or each from its own secret.
     """
 
     def __init__(
@@ -50,12 +53,12 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield self.draw()
 
     def draw(self) -> list[int]:
-        """One batch, in the order of the records, by the gaps between them.
+        """One batch, or this process' part of it, in the order of the records, by the gaps between them.
 
         A gap is ⌊log U / log(1 − q)⌋: it is at least g where U ≤ (1 − q)^g, so the records are independent.
         """
         if self.sample_rate == 1:
-            return list(range(self.records))
+            return list(range(rank(), self.records, world_size()))
         scale, found, last = 1 / math.log1p(-self.sample_rate), [], -1
         while last < self.records:
             expected = (self.records - last) * self.sample_rate
@@ -65,7 +68,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
             found.append(places)
             last = int(places[-1])
         drawn = torch.cat(found)
-        return drawn[drawn < self.records].tolist()
+        return drawn[(drawn < self.records) & (drawn % world_size() == rank())].tolist()
 
     def _uniform(self, count: int) -> Tensor:
         """`[count]` in (0, 1]; never the same twice."""
@@ -92,6 +95,11 @@ def poisson_loader(
     if batch_size is None:
         raise GredpError(
             "the data loader must state a batch_size: a batch sampler of its own cannot be accounted for"
+        )
+    if isinstance(loader.sampler, DistributedSampler):
+        raise GredpError(
+            "the data loader has a DistributedSampler: give one of all records with the whole batch_size; "
+            "the processes share each batch by themselves"
         )
     records = len(loader.dataset)  # type: ignore[arg-type]
     if records == 0:

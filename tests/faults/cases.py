@@ -66,6 +66,14 @@ CASES: dict[str, tuple[str, str]] = {
         "archives with ../, pickles, code in headers, bombs, flipped bits",
         "refused, or read unchanged; nothing runs, nothing is written",
     ),
+    "ranks' noise": (
+        "1, 2 and 4 processes: noise added by each, summed, averaged, divided; one seed for all",
+        "noise of the certificate, drawn once; processes bit-equal after every step",
+    ),
+    "lost rank": (
+        "one of several processes killed, stopped (SIGSTOP) or told to end, at each point of a step",
+        "all end within the timeout; charged before released; only the first writes; goes on",
+    ),
     "secret": ("every file of a run searched for the secret and each key", "not found"),
     "noise reuse": ("draws of all steps, blocks and starts under one seed", "all different"),
 }

@@ -22,9 +22,11 @@ import gredp.gradient.step as step
 from gredp.cli import main
 from gredp.gradient.noise import SecretSource
 from gredp.privacy.ledger_file import LedgerFile, read_ledger
+from ranks import free_port
 
 STEPS = 10  # of a whole run: two epochs of five
 TARGET = 3.0
+TIMEOUT = 3.0  # seconds, for a process that does not answer
 
 
 def small_data(folder: Path) -> Path:
@@ -72,6 +74,26 @@ def start(folder: Path, arguments: list[str], prepare: Callable[[], None] = lamb
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def start_many(
+    folder: Path, world: int, arguments: list[str], prepare: Callable[[int], None] = lambda rank: None
+) -> list[int]:
+    """The same command in `world` processes as torchrun would start them; the notes of each in `rankN`."""
+    port, children = free_port(), []
+    for rank in range(world):
+        place = folder / f"rank{rank}"
+        place.mkdir(exist_ok=True)
+
+        def joined(rank: int = rank) -> None:
+            torch.set_num_threads(1)
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "RANK": rank}
+            os.environ.update({name: str(value) for name, value in where.items()})
+            os.environ["GREDP_TIMEOUT_SECONDS"] = str(TIMEOUT)
+            prepare(rank)
+
+        children.append(start(place, arguments, joined))
+    return children
 
 
 def wait(child: int) -> int:
@@ -168,7 +190,7 @@ def kill_at(environment: str) -> None:
 
 def spent_and_charged(folder: Path) -> tuple[int, int]:
     """(steps that were noised, steps in the ledger); no draw may have been used twice."""
-    notes = (folder / "draws").read_text().splitlines() if (folder / "draws").exists() else []
+    notes = [note for file in folder.glob("**/draws") for note in file.read_text().splitlines()]
     draws = [note for note in notes if note.startswith("draw")]
     assert len(set(draws)) == len(draws), "a noise draw was repeated"
     ledger = folder / "run" / "ledger"

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+import gredp.distributed as distributed
 import gredp.gradient.capture as capture
 import gredp.gradient.clip as clip
 import gredp.gradient.noise as noise
 import gredp.gradient.per_sample as per_sample
 import gredp.gradient.step as step
+import gredp.gradient.summation as summation
 import gredp.optimizer as optimizer
 import gredp.privacy.calibrate as calibrate
 import gredp.privacy.ledger as ledger
@@ -374,6 +376,50 @@ def a_fork_that_forgets_its_parent(patch: Patch) -> None:
 
 def contracts_not_compared(patch: Patch) -> None:
     patch.setattr(checkpoint, "contract", lambda optimizer: {})
+
+
+def noise_of_every_process_added_up(patch: Patch) -> None:
+    patch.setattr(step, "rank", lambda: 0)
+    patch.setattr(step, "pass_on", distributed.add_up)
+
+
+def noise_of_every_process_averaged(patch: Patch) -> None:
+    def mean(tensors):
+        return {n: t / distributed.world_size() for n, t in distributed.add_up(tensors).items()}
+
+    patch.setattr(step, "rank", lambda: 0)
+    patch.setattr(step, "pass_on", mean)
+
+
+def noise_divided_by_the_number_of_processes(patch: Patch) -> None:
+    """1/N of the deviation in each, where 1/√N would add up to the certificate's."""
+    draw = noise.SecretSource.normal
+
+    def share(self, shape, like):
+        return draw(self, shape, like) / distributed.world_size()
+
+    patch.setattr(noise.SecretSource, "normal", share)
+    noise_of_every_process_added_up(patch)
+
+
+def every_process_keeps_its_own_noise(patch: Patch) -> None:
+    patch.setattr(step, "rank", lambda: 0)
+    patch.setattr(step, "pass_on", dict)
+
+
+def one_seed_for_all_processes(patch: Patch) -> None:
+    honest = randomness.Secret.__init__
+    patch.setattr(randomness.Secret, "__init__", lambda self, insecure_seed=None: honest(self, 0))
+
+
+def every_process_takes_the_whole_batch(patch: Patch) -> None:
+    """Each record would count as often as there are processes: N times the clipping norm."""
+    patch.setattr(sampling, "rank", lambda: 0)
+    patch.setattr(sampling, "world_size", lambda: 1)
+
+
+def sums_of_other_processes_left_out(patch: Patch) -> None:
+    patch.setattr(summation, "add_up", dict)
 
 
 # ------------------------------------------------------------------ steps written from scratch

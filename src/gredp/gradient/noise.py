@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.gradient.summation import BoundedSum
+from gredp.gradient.summation import BoundedSum, empty_sum
 from gredp.randomness import Secret, unit_interval
-from gredp.spectrum import BlockView
 
 #: normal numbers drawn at a time; more of them would leave the processor's cache and take twice as long
 IN_CACHE = 1 << 17
@@ -122,7 +121,7 @@ def add_noise(
             view = bounded.views[name]
             total = bounded.totals.get(name)
             if total is None:
-                total = _empty_sum(view, parameters[name])
+                total = empty_sum(view, parameters[name])
             if plan.transform == "none":
                 values[name] = total
                 if group.noise_std:
@@ -145,15 +144,3 @@ def add_noise(
             shares = torch.zeros(sum(v.group_count for v in bounded.views.values()))
         shares = shares + plan.energy_std * source.normal(tuple(shares.shape), shares)
     return NoisySum(bounded, values, shares)
-
-
-def _empty_sum(view: BlockView, like: Tensor) -> Tensor:
-    """The sum over no records, in the domain and precision of a sum over some."""
-    double = like.dtype == torch.float64
-    if not view.padded:
-        dtype = torch.float64 if double else torch.float32
-        return torch.zeros(view.block.shape, dtype=dtype, device=like.device)
-    lead = like.shape[: like.dim() - view.axes]
-    dtype = torch.complex128 if double else torch.complex64
-    half = (*view.block.grid[:-1], view.length // 2 + 1)
-    return torch.zeros(*lead, *half, dtype=dtype, device=like.device)

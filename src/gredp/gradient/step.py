@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gredp.distributed import pass_on, rank
 from gredp.gradient.clip import clip
 from gredp.gradient.inverse import invert
 from gredp.gradient.noise import NoiseSource, add_noise
@@ -14,6 +15,9 @@ from gredp.gradient.summation import BoundedSum
 from gredp.mechanisms.plan import StepPlan
 from gredp.privacy.certificate import Block
 from gredp.spectrum import BlockView, frequency_groups, low_band
+
+#: no parameter's name: those have no blanks
+SHARES = "energy shares"
 
 
 class PrivateStep:
@@ -45,19 +49,34 @@ class PrivateStep:
     def release(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """Noise the sum, give it back as a gradient of the summed loss, and begin the next step.
 
-        The caller has charged the ledger, and `step` is its number there: no number is noised twice.
+        The caller has charged the ledger, and `step` is its number there: no number is noised twice. Of
+        several processes the first draws the noise, and the others are given what it released.
         """
-        self.source.begin(step)
         with torch.no_grad():
-            weights = self.squared_weights
-            ones = {name: torch.ones(1) for name in self.views}
-            preconditioner = self.shape.preconditioner if self.shape is not None else ones
-            noisy = add_noise(self._bounded, parameters, weights, self.source)
-            gradients = invert(noisy, weights, preconditioner)
-            if self.shape is not None and noisy.shares is not None:
-                self.shape.learn(noisy.shares, self.plan.energy_std)
+            self._bounded.over_processes(parameters)
+            released = self._noised(parameters, step) if rank() == 0 else self._awaited(parameters)
+            released = pass_on(released)
+            shares = released.pop(SHARES, None)
+            if self.shape is not None and shares is not None:
+                self.shape.learn(shares, self.plan.energy_std)
             self.discard()
-        return gradients
+        return released
+
+    def _noised(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """The gradients, and the energy shares where the plan asks for them."""
+        self.source.begin(step)
+        weights = self.squared_weights
+        ones = {name: torch.ones(1) for name in self.views}
+        preconditioner = self.shape.preconditioner if self.shape is not None else ones
+        noisy = add_noise(self._bounded, parameters, weights, self.source)
+        gradients = invert(noisy, weights, preconditioner)
+        return gradients if noisy.shares is None else {**gradients, SHARES: noisy.shares}
+
+    def _awaited(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Room for what `_noised` gives in the first process."""
+        totals, shares = self._bounded.totals, self._bounded.shares
+        room = {n: torch.zeros_like(parameters[n], dtype=totals[n].real.dtype) for n in self.views}
+        return room if shares is None else {**room, SHARES: torch.zeros_like(shares)}
 
     def discard(self) -> None:
         """Forget the sum so far; nothing of it was released."""

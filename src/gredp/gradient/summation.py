@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from gredp.distributed import add_up, world_size
 from gredp.errors import GredpError
 from gredp.gradient.clip import ClippedSpectra
 from gredp.gradient.convolution import Correlation
@@ -45,3 +47,25 @@ class BoundedSum:
         if self.plan.shaping is not None:
             shares = energy_shares(clipped, self.views)
             self.shares = shares if self.shares is None else self.shares + shares
+
+    def over_processes(self, parameters: Mapping[str, Tensor]) -> None:
+        """Add the sums of all processes. Each record is in one of them, so K is as before."""
+        if world_size() == 1:
+            return
+        for name, view in self.views.items():
+            self.totals.setdefault(name, empty_sum(view, parameters[name]))
+        self.totals = add_up(self.totals)
+        if self.shares is not None:
+            self.shares = add_up({"shares": self.shares})["shares"]
+
+
+def empty_sum(view: BlockView, like: Tensor) -> Tensor:
+    """The sum over no records, in the domain and precision of a sum over some."""
+    double = like.dtype == torch.float64
+    if not view.padded:
+        dtype = torch.float64 if double else torch.float32
+        return torch.zeros(view.block.shape, dtype=dtype, device=like.device)
+    lead = like.shape[: like.dim() - view.axes]
+    dtype = torch.complex128 if double else torch.complex64
+    half = (*view.block.grid[:-1], view.length // 2 + 1)
+    return torch.zeros(*lead, *half, dtype=dtype, device=like.device)

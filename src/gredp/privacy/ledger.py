@@ -53,18 +53,22 @@ class Ledger:
     def __init__(self, entries: tuple[Entry, ...] = ()) -> None:
         self._entries: list[Entry] = list(entries)
         self.file: LedgerFile | None = None
+        #: steps that were spent before this run
+        self.inherited = 0
 
-    def begin_with(self, entries: Iterable[Entry]) -> None:
-        """Take over what was spent before; an empty ledger only."""
+    def begin_with(self, entries: Iterable[Entry], inherited: int | None = None) -> None:
+        """Take over what was spent, by default all of it before this run; an empty ledger only."""
         if self._entries:
             raise GredpError(
                 f"{self.steps} steps are charged already: only an empty ledger can take over others"
             )
         self._entries = list(entries)
+        self.inherited = self.steps if inherited is None else inherited
 
     def keep_in(self, file: "LedgerFile") -> None:
         """From now on this ledger is what the file says."""
         self.file, self._entries = file, list(file.written.entries)
+        self.inherited = file.written.inherited
 
     @property
     def entries(self) -> tuple[Entry, ...]:

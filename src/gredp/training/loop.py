@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from gredp.data import Splits, load
+from gredp.distributed import from_first, largest, process_group, rank, refuse_differences, world_size
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
-from gredp.privacy.ledger_file import Written
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
 from gredp.training.record import describe, dumps, header
-from gredp.training.settings import FILE, TrainSettings
+from gredp.training.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.training.signals import Stopped, Waiting, handled_by
 
 
@@ -64,25 +64,21 @@ class Session:
         return self.per_epoch * self.settings.epochs
 
     @property
-    def written(self) -> Written:
-        assert self.engine.ledger.file is not None
-        return self.engine.ledger.file.written
-
-    @property
     def charged(self) -> int:
         """Steps of this run that are paid for, those that a crash lost included: they are gone."""
-        return self.written.steps - self.written.inherited
+        return self.engine.ledger.steps - self.engine.ledger.inherited
 
     def save(self) -> None:
         done = {"metrics": self.metrics, "seconds": self.seconds, "updates": self.updates}
         self.engine.save(self.folder, done)
 
     def stop_if_told(self) -> None:
-        """Leave, if a signal has come, with everything saved."""
-        if self.signal.number is not None:
+        """Leave, if a signal has come to any process, with everything saved."""
+        number = largest(self.signal.number or 0)
+        if number:
             self.save()
             where = f" after {self.charged} of {self.steps} steps; go on with: gredp train --resume"
-            raise Stopped(self.signal.number, f"{where} {self.folder}")
+            raise Stopped(number, f"{where} {self.folder}")
 
 
 def centred(x: Tensor) -> Tensor:
@@ -118,10 +114,17 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
     """Train as told, write `record.json` and `model.safetensors`, return the record.
 
     The target ε is a ceiling: a run has a fixed number of steps, each is charged once, and steps that a crash
-    lost are not made up for.
+    lost are not made up for. Of several processes the first one writes and returns it; the others' is empty.
     """
     settings.check()
+    with process_group():
+        return _train(settings, progress if rank() == 0 else None)
+
+
+def _train(settings: TrainSettings, progress: Progress | None) -> Run:
     data = load(settings.dataset, settings.data_dir)
+    kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
+    refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data)})
     secret = Secret(settings.insecure_seed)
     engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
     try:
@@ -140,10 +143,17 @@ def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Sess
     session = _session(settings, Path(settings.out or _new_folder(settings)), data, engine, target)
     if weights is not None:
         load_weights(session.model, weights)
-    session.save()
-    facts = {"data": describe_data(data), "noise_multiplier": engine.requested_multiplier}
-    write_document(session.folder / FILE, {"settings": settings.kept(), **facts})
+    engine.secret.incarnation, _ = from_first(lambda: _found(session))
     return session
+
+
+def _found(session: Session) -> tuple[int, bytes]:
+    """Make the run's folder; gives the number of this start."""
+    session.save()
+    multiplier = session.engine.requested_multiplier
+    facts = {"data": describe_data(session.data), "noise_multiplier": multiplier}
+    write_document(session.folder / FILE, {"settings": session.settings.kept(), **facts})
+    return session.engine.secret.incarnation, b""
 
 
 def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
@@ -161,7 +171,7 @@ def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Ses
     _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
     session.metrics, session.seconds, session.updates = done["metrics"], done["seconds"], done["updates"]
     lost = session.charged - session.updates
-    if lost:
+    if lost and rank() == 0:
         warnings.warn(
             f"{lost} of {session.charged} steps were lost with an interruption; they stay charged, "
             f"and {session.steps - session.charged} are left",
@@ -224,14 +234,15 @@ def _epochs(session: Session, progress: Progress | None) -> None:
             session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
         )
         _steps(session)
-        share = accuracy(session.model, x_test, session.data.y_test)
-        spent = engine.get_epsilon(settings.delta)
-        epoch = session.charged // session.per_epoch
-        session.metrics.append({"epoch": epoch, "proven_epsilon": spent, "test_accuracy": share})
-        session.save()
-        write(session.folder / "metrics.json", (dumps({"metrics": session.metrics}) + "\n").encode())
-        if progress is not None:
-            progress.update(spent, share)
+        session.metrics.append({"epoch": session.charged // session.per_epoch})
+        if rank() == 0:
+            share = accuracy(session.model, x_test, session.data.y_test)
+            spent = engine.get_epsilon(settings.delta)
+            session.metrics[-1] |= {"proven_epsilon": spent, "test_accuracy": share}
+            session.save()
+            write(session.folder / "metrics.json", (dumps({"metrics": session.metrics}) + "\n").encode())
+            if progress is not None:
+                progress.update(spent, share)
         session.stop_if_told()
 
 
@@ -250,14 +261,19 @@ def _steps(session: Session) -> None:
             session.optimizer.step()
             now = time.monotonic()
             session.seconds, session.updates = now - started, session.updates + session.charged - charged
-            if session.charged > charged and now - saved >= session.settings.checkpoint_seconds:
+            whole = session.charged > charged
+            if whole and now - saved >= session.settings.checkpoint_seconds:
                 session.save()
                 saved = now
-            session.stop_if_told()
+            if whole or world_size() == 1:  # several processes meet at the end of a batch only
+                session.stop_if_told()
 
 
 def _finish(session: Session) -> Run:
+    if rank():
+        return Run(session.folder, {})
     settings, engine, private = session.settings, session.engine, session.optimizer
+    assert engine.ledger.file is not None
     guarantee = {
         "proven_epsilon": engine.get_epsilon(settings.delta),
         "claimed_epsilon": engine.get_claimed_epsilon(settings.delta),
@@ -273,11 +289,12 @@ def _finish(session: Session) -> Run:
         "settings": settings.kept()
         | {"model": _network(settings, session.data), "block": settings.block_size},
         "data": describe_data(session.data),
+        "processes": world_size(),
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "guarantee": guarantee | {"neighbours": "add or remove one record"},
         "certificate": describe(private.certificate),
         "ledger": engine.ledger.to_json(),
-        "starts": session.written.incarnations,
+        "starts": engine.ledger.file.written.incarnations,
         "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
         "metrics": session.metrics,

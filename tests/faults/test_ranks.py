@@ -1,0 +1,310 @@
+"""One of several processes dies, hangs or is told to end: the others end too, nothing is left uncharged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from children import (
+    STEPS,
+    TARGET,
+    TIMEOUT,
+    assert_nothing_was_forgotten,
+    error,
+    kill_at,
+    slowly,
+    small_data,
+    spent_and_charged,
+    start_many,
+    train_arguments,
+)
+
+import gredp.gradient.step as step
+from gredp.cli import main
+from gredp.training.run_folder import RunFolder
+from ranks import wait
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_loaded(tmp_path_factory) -> None:
+    """Children inherit what is imported and calibrated, and are quick."""
+    folder = tmp_path_factory.mktemp("first")
+    small_data(folder)
+    main(train_arguments(folder))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small_data(tmp_path)
+    return tmp_path
+
+
+def ends(children: list[int], seconds: float = 20) -> list[int]:
+    deadline = time.monotonic() + seconds
+    return [wait(child, deadline - time.monotonic()) for child in children]
+
+
+def run_many(folder: Path, world: int, arguments: list[str], prepare=lambda rank: None) -> list[int]:
+    return ends(start_many(folder, world, arguments, prepare))
+
+
+def resume(folder: Path, world: int, *more: str) -> list[int]:
+    return run_many(folder, world, ["train", "--resume", str(folder / "run"), "--json", *more])
+
+
+def errors(folder: Path) -> list[str]:
+    return [error(place) for place in sorted(folder.glob("rank*"))]
+
+
+def assert_finished(folder: Path, world: int) -> dict:
+    record = json.loads((folder / "run" / "record.json").read_text())
+    assert sum(entry["steps"] for entry in record["ledger"]) == STEPS
+    assert record["guarantee"]["proven_epsilon"] <= TARGET
+    assert record["processes"] == world
+    return record
+
+
+def no_writing(rank: int) -> None:
+    """Only the first process may touch a file of the run."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError(f"process {rank} writes")
+
+    if rank:
+        import gredp.privacy.ledger_file as ledger_file
+        import gredp.sealed as sealed
+        import gredp.training.loop as loop
+
+        for owner, name in ((sealed, "write"), (ledger_file, "write"), (loop, "write"), (Path, "mkdir")):
+            setattr(owner, name, refuse)
+        RunFolder.__init__ = refuse
+        ledger_file.LedgerFile.__init__ = refuse
+
+
+@pytest.mark.fault("lost rank")
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_whole_run_is_written_by_the_first_process_alone(folder, world):
+    assert run_many(folder, world, train_arguments(folder), no_writing) == [0] * world, errors(folder)
+    assert_finished(folder, world)
+    assert spent_and_charged(folder) == (STEPS, STEPS)
+    assert json.loads((folder / "rank0" / "out").read_text())["run"] == str(folder / "run")
+    for rank in range(1, world):
+        assert [(folder / f"rank{rank}" / name).read_text() for name in ("out", "err", "draws")] == [""] * 3
+
+
+#: (rank that dies, where)
+DEATHS = [
+    (0, "before charge 7"),
+    (0, "after charge 7"),
+    (0, "after noise 7"),
+    (0, "before update 7"),
+    (1, "before update 7"),
+    pytest.param((0, "before noise 7"), marks=pytest.mark.slow),
+    pytest.param((0, "after update 7"), marks=pytest.mark.slow),
+    pytest.param((1, "after update 7"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.fault("lost rank")
+@pytest.mark.parametrize("death", DEATHS, ids=str)
+def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(folder, death):
+    dying, where = death
+    begun = time.monotonic()
+    statuses = run_many(
+        folder, 2, train_arguments(folder), lambda rank: kill_at(where) if rank == dying else None
+    )
+    assert time.monotonic() - begun < TIMEOUT + 5
+    assert statuses[dying] == -signal.SIGKILL
+    assert statuses[1 - dying] == 2
+    message = error(folder / f"rank{1 - dying}")
+    assert message.count("\n") == 1
+    assert f"process {1 - dying} of 2 lost contact with the others" in message
+    assert_nothing_was_forgotten(folder)
+    spent, charged = spent_and_charged(folder)
+    assert spent <= charged <= spent + 1
+    assert resume(folder, 2) == [0, 0], errors(folder)
+    assert_nothing_was_forgotten(folder)
+    record = assert_finished(folder, 2)
+    assert (record["starts"], record["steps_lost"]) == (2, charged - 5)
+
+
+def stop_before_noise(rank: int, stopped: int) -> None:
+    """Hang where the sums are added up: this process does not come to the 7th, the others wait in it."""
+    import gredp.gradient.summation as summation
+
+    honest, calls = summation.add_up, []
+
+    def hanging(tensors):
+        calls.append(rank)
+        if rank == stopped and len(calls) == 7:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return honest(tensors)
+
+    summation.add_up = hanging
+
+
+@pytest.mark.fault("lost rank")
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_process_that_hangs_is_given_up_and_the_run_goes_on(folder, stopped):
+    children = start_many(folder, 2, train_arguments(folder), lambda rank: stop_before_noise(rank, stopped))
+    begun = time.monotonic()
+    assert wait(children[1 - stopped], TIMEOUT + 8) == 2
+    assert time.monotonic() - begun >= TIMEOUT - 1
+    assert "lost contact with the others" in error(folder / f"rank{1 - stopped}")
+    if stopped == 0:  # it still holds the run: nobody may go on beside it
+        assert resume(folder, 2) == [2, 2]
+        assert f"in use by process {children[0]}" in error(folder / "rank0")
+        assert error(folder / "rank1") == ""
+    os.kill(children[stopped], signal.SIGCONT)
+    assert wait(children[stopped], 10) == 2  # it finds the others gone
+    assert_nothing_was_forgotten(folder)
+    assert resume(folder, 2) == [0, 0], errors(folder)
+    assert assert_finished(folder, 2)["steps_lost"] == 2
+    assert_nothing_was_forgotten(folder)
+
+
+@pytest.mark.fault("lost rank")
+@pytest.mark.parametrize("told", [[0], [1], [0, 1]])
+def test_a_signal_to_any_process_ends_all_with_everything_saved(folder, told):
+    children = start_many(folder, 2, train_arguments(folder), lambda rank: slowly())
+    ledger, deadline = folder / "run" / "ledger", time.monotonic() + 20
+    while not (ledger.exists() and ledger.read_bytes().count(b'"line": "step"') >= 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    for rank in told:
+        os.kill(children[rank], signal.SIGTERM)
+    assert ends(children) == [143, 143]
+    first, second = errors(folder)
+    assert first.startswith("gredp: stopped by SIGTERM after")
+    assert (first.count("\n"), second) == (1, "")
+    assert resume(folder, 2) == [0, 0], errors(folder)
+    assert assert_finished(folder, 2)["steps_lost"] == 0
+
+
+@pytest.mark.fault("changed settings")
+def test_another_number_of_processes_on_resume_is_refused(folder, capsys):
+    statuses = run_many(
+        folder, 2, train_arguments(folder), lambda rank: kill_at("before update 7") if rank else None
+    )
+    assert statuses == [2, -signal.SIGKILL]
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--resume", str(folder / "run")])
+    assert "another processes (2) than is asked for now (1)" in capsys.readouterr().err
+    assert resume(folder, 4) == [2] * 4
+    assert "another processes (2) than is asked for now (4)" in error(folder / "rank0")
+
+
+def test_a_mistake_that_the_first_process_finds_is_told_once(folder):
+    (folder / "run").mkdir()
+    assert run_many(folder, 2, train_arguments(folder)) == [2, 2]
+    first, second = errors(folder)
+    assert first == f"gredp: {folder / 'run'} exists already: choose another --out, or --resume it\n"
+    assert second == ""
+
+
+def test_processes_with_other_options_are_refused(folder):
+    def other(rank: int) -> None:
+        if rank:
+            import gredp.cli as cli
+
+            honest = cli.with_saved
+            cli.with_saved = lambda settings, arguments: cli.replace(honest(settings, arguments), lr=0.2)
+
+    assert run_many(folder, 2, train_arguments(folder), other) == [2, 2]
+    assert error(folder / "rank1") == ("gredp: process 1 has another lr (0.2) than the first process (0.1)\n")
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("timeout", ["soon", "nan"])
+def test_a_timeout_that_is_no_number_is_refused(folder, monkeypatch, capsys, timeout):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("GREDP_TIMEOUT_SECONDS", timeout)
+    with pytest.raises(SystemExit, match="2"):
+        main(train_arguments(folder))
+    assert capsys.readouterr().err == (
+        f"gredp: GREDP_TIMEOUT_SECONDS must be a number of seconds, not '{timeout}'\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_fork_composes_in_every_process(folder):
+    assert run_many(folder, 2, train_arguments(folder)) == [0, 0]
+    fork = [
+        "train",
+        "--fork",
+        str(folder / "run"),
+        "--epsilon",
+        "5",
+        "--out",
+        str(folder / "again"),
+        "--json",
+    ]
+    assert run_many(folder, 2, fork) == [0, 0], errors(folder)
+    record = json.loads((folder / "again" / "record.json").read_text())
+    assert record["guarantee"]["steps"] == 2 * STEPS
+    assert TARGET - 0.5 < record["guarantee"]["proven_epsilon"] <= 5
+
+
+def test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder):
+    """I1 as it is seen from the second process: what it steps with has been paid for."""
+
+    def watch(rank: int) -> None:
+        honest = step.pass_on
+
+        def noting(tensors):
+            result = honest(tensors)
+            lines = (folder / "run" / "ledger").read_bytes().count(b'"line": "step"')
+            (folder / f"rank{rank}" / "seen").open("a").write(f"{lines}\n")
+            return result
+
+        step.pass_on = noting
+
+    assert run_many(folder, 2, train_arguments(folder), watch) == [0, 0], errors(folder)
+    seen = [int(line) for line in (folder / "rank1" / "seen").read_text().splitlines()]
+    assert len(seen) == STEPS
+    assert all(lines >= number for number, lines in enumerate(seen, 1))
+
+
+# ------------------------------------------------------------------ as typed
+
+
+def torchrun(folder: Path, *arguments: str) -> subprocess.Popen:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    rest = [
+        "--master-addr=127.0.0.1",
+        "--master-port=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*launcher, *rest, *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.fault("lost rank")
+def test_torchrun_restarts_a_run_whose_process_was_killed(folder):
+    arguments = train_arguments(folder, "--epochs", "400", "--checkpoint-seconds", "0.2")
+    training = torchrun(folder, "--max-restarts=1", "-m", "gredp", *arguments)
+    ledger, deadline = folder / "run" / "ledger", time.monotonic() + 60
+    while not (ledger.exists() and ledger.read_bytes().count(b'"line": "step"') >= 30):
+        assert time.monotonic() < deadline
+        assert training.poll() is None, training.communicate()
+        time.sleep(0.02)
+    holder = int((folder / "run" / "lock").read_text())
+    os.kill(holder, signal.SIGKILL)
+    out, err = training.communicate(timeout=120)
+    assert training.returncode == 0, err
+    record = json.loads((folder / "run" / "record.json").read_text())
+    assert (record["starts"], record["processes"], record["guarantee"]["steps"]) == (2, 2, 2000)
+    assert record["guarantee"]["proven_epsilon"] <= TARGET
+    assert json.loads(out)["run"] == str(folder / "run")

@@ -1,0 +1,297 @@
+"""Several processes release what one would have released: one sum, one noise, one charge; all bit-equal."""
+
+import math
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from gredp import BatchMemoryManager, GredpError, PrivacyEngine
+from gredp.distributed import (
+    DifferentiallyPrivateDistributedDataParallel,
+    from_first,
+    rank,
+    refuse_differences,
+)
+from gredp.errors import Elsewhere
+from gredp.gradient.noise import SecretSource
+from gredp.randomness import Secret
+from ranks import in_world
+from worlds import MECHANISMS, flat, make_private, no_gradient_step, records, released, small_model
+
+Z, C = 1.7, 0.8
+V_TOLERANCE, V_DRAWS = 0.027, 100_000
+WORLDS = [1, 2, 4]
+COUNT = 23  # not a multiple of any number of processes
+
+
+def trained(steps: int = 4, rate: float = 0.3, physical: int = 3, z: float = 0.0, **options):
+    """A few steps over Poisson batches that all draw from one seed: releases, weights, what was paid."""
+    model = small_model(seed=rank())  # the first one's weights must win
+    if rank():
+        torch.manual_seed(rank())
+    model, optimizer, loader, engine = make_private(
+        model, records(COUNT), noise_multiplier=z, sample_rate=rate, batch_size=7, lr=0.1, **options
+    )
+    sampler = loader.batch_sampler
+    sampler.generator, sampler.steps = torch.Generator().manual_seed(5), steps
+    sums, weights, seen = [], [], 0
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+    ) as parts:
+        for x, y in parts:
+            paid = engine.ledger.steps
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            seen += len(x)
+            if engine.ledger.steps > paid:
+                sums.append(flat(released(model, optimizer)))
+                weights.append(flat({n: p.detach().clone() for n, p in model.named_parameters()}))
+    return {"sums": sums, "weights": weights, "ledger": engine.ledger.to_json(), "seen": seen}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("mechanism", ["dpsgd", "gredp padded", "gredp shaped", "spectral-dp"])
+def test_without_noise_many_processes_release_what_one_does(world, mechanism):
+    alone = trained(**MECHANISMS[mechanism])
+    found = in_world(world, lambda: trained(**MECHANISMS[mechanism]))
+    assert sum(each["seen"] for each in found) == alone["seen"]
+    for each in found:
+        for mine, theirs in zip(alone["weights"], each["weights"], strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(found[0]["weights"], each["weights"], strict=True))
+        assert each["ledger"] == alone["ledger"]
+
+
+@pytest.mark.parametrize("mechanism", ["dpsgd", "gredp", "gredp shaped"])
+def test_with_noise_processes_stay_bit_equal_at_every_step(mechanism):
+    found = in_world(4, lambda: trained(z=Z, seed=None, **MECHANISMS[mechanism]))
+    for each in found:
+        assert len(each["weights"]) == 4
+        assert all(torch.equal(a, b) for a, b in zip(found[0]["weights"], each["weights"], strict=True))
+        assert each["ledger"] == found[0]["ledger"]
+
+
+def drawn_noise(draws: int = V_DRAWS, **options) -> torch.Tensor:
+    """Released noise of steps whose gradients are all zero, `[steps, size]`."""
+    x = torch.randn(2, 64)
+    model = nn.Sequential(nn.Linear(64, 50), nn.Flatten())
+    model, optimizer, _, _ = make_private(
+        model, (x, torch.zeros(2)), noise_multiplier=Z, clip=C, seed=None, **options
+    )
+    if optimizer.private_step.shape is not None:
+        optimizer.private_step.shape.learn = lambda *_: None
+    steps = -(-draws // model[0].weight.numel())
+    return torch.stack([no_gradient_step(model, optimizer, x)["0.weight"].flatten() for _ in range(steps)])
+
+
+@pytest.mark.fault("ranks' noise")
+@pytest.mark.parametrize("mechanism", ["dpsgd", "gredp", "gredp shaped"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_noise_of_the_certificate_is_added_once(world, mechanism):
+    """V on the gradient that every process steps with."""
+    found = in_world(world, lambda: drawn_noise(**MECHANISMS[mechanism]))
+    noise = found[0].double()
+    assert noise.numel() >= V_DRAWS
+    assert abs(float(noise.var(correction=0)) / (Z * C) ** 2 - 1) <= V_TOLERANCE
+    assert all(torch.equal(found[0], each) for each in found)
+    steps = noise - noise.mean()
+    again = float((steps[1:] * steps[:-1]).mean() / noise.var())
+    assert abs(again) <= 6 / math.sqrt(steps[1:].numel())
+
+
+@pytest.mark.fault("ranks' noise")
+@pytest.mark.parametrize("world", [2, 4])
+def test_secrets_of_processes_are_independent(world):
+    """Whatever they draw under the same labels, they draw it differently: noise and batches."""
+
+    def draws() -> torch.Tensor:
+        engine = PrivacyEngine()
+        source = SecretSource(engine.secret)
+        source.begin(1)
+        uniform = engine.secret.uniform(V_DRAWS, "batches", 1) - 0.5
+        return torch.stack([source.normal((V_DRAWS,), uniform), uniform * math.sqrt(12)])
+
+    found = in_world(world, draws)
+    for i in range(world):
+        for j in range(i):
+            correlation = (found[i] * found[j]).mean(1).abs()
+            assert float(correlation.max()) <= 6 / math.sqrt(V_DRAWS)
+
+
+@pytest.mark.fault("ranks' noise")
+def test_only_the_first_process_draws_noise():
+    def draws() -> int:
+        counted, honest = [], SecretSource.normal
+        SecretSource.normal = lambda self, shape, like: counted.append(shape) or honest(self, shape, like)
+        trained(z=Z, seed=None, method="gredp", noise_parts=(0.6, 0.8))
+        return len(counted)
+
+    first, *others = in_world(4, draws)
+    assert first > 0
+    assert others == [0, 0, 0]
+
+
+def batches(secret: bool, steps: int) -> list[list[int]]:
+    from gredp.sampling import PoissonBatchSampler
+
+    generator = None if secret else torch.Generator().manual_seed(1)
+    return list(PoissonBatchSampler(1001, 0.1, steps, generator, Secret()))
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_all_processes_together_draw_poisson_batches(secret):
+    """Each record in one process at most; sizes vary as independent draws do, from one seed or from many."""
+    steps = 1000
+    found = in_world(4, lambda: batches(secret, steps))
+    whole = [sorted(chain(*parts)) for parts in zip(*found)]
+    assert all(len(set(batch)) == len(batch) for batch in whole)
+    assert all(i % 4 == r for r, mine in enumerate(found) for batch in mine for i in batch)
+    if not secret:
+        assert whole == batches(secret, steps)
+    sizes = torch.tensor([float(len(batch)) for batch in whole])
+    assert abs(float(sizes.mean()) - 100.1) <= 6 * math.sqrt(1001 * 0.1 * 0.9 / steps)
+    assert abs(float(sizes.var()) / (1001 * 0.1 * 0.9) - 1) <= 0.27
+
+
+def test_a_process_without_records_takes_part():
+    """Two records and four processes: two of them have nothing, and step like the others."""
+
+    def step() -> torch.Tensor:
+        model, optimizer, loader, _ = make_private(small_model(), records(2), lr=0.1)
+        (x, y), *_ = loader
+        assert len(x) == (rank() < 2)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        return flat({n: p.detach() for n, p in model.named_parameters()})
+
+    found = in_world(4, step)
+    model, optimizer, _, _ = make_private(small_model(), records(2), lr=0.1)
+    optimizer.zero_grad()
+    F.cross_entropy(model(records(2)[0]), records(2)[1]).backward()
+    optimizer.step()
+    alone = flat({n: p.detach() for n, p in model.named_parameters()})
+    assert all(torch.equal(found[0], each) for each in found)
+    assert torch.allclose(found[0], alone, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def refusal(action) -> str:
+    with pytest.raises(GredpError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+DIFFERENCES = {
+    "records": lambda: {"data": records(COUNT + rank())},
+    "noise_multiplier": lambda: {"data": records(COUNT), "noise_multiplier": 1.0 + rank()},
+    "max_grad_norm": lambda: {"data": records(COUNT), "clip": 1.0 + rank()},
+    "plan": lambda: {"data": records(COUNT), "method": ["dpsgd", "gredp"][rank()]},
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_processes_that_were_told_different_things_are_refused(what):
+    def attempt() -> str:
+        options = {"batch_size": 7, "sample_rate": 0.3, **DIFFERENCES[what]()}
+        return refusal(lambda: make_private(small_model(), options.pop("data"), **options))
+
+    first, second = in_world(2, attempt)
+    assert first == "process 1 was told something else than the first process"
+    assert second.startswith(f"process 1 has another {what} (")
+
+
+def test_models_of_other_shapes_are_refused():
+    def attempt() -> str:
+        model = nn.Linear(3, 2 + rank())
+        return refusal(lambda: DifferentiallyPrivateDistributedDataParallel(model))
+
+    assert in_world(2, attempt)[1] == (
+        'process 1 has another shape of weight ([3, 3, "torch.float32"]) than the first process '
+        '([2, 3, "torch.float32"])'
+    )
+
+
+def test_the_wrapper_shares_the_first_weights():
+    def wrapped() -> torch.Tensor:
+        torch.manual_seed(rank())
+        inner = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        inner[1].running_mean += rank()
+        inner[1].num_batches_tracked += rank()
+        model = DifferentiallyPrivateDistributedDataParallel(inner)
+        return torch.cat([t.flatten().double() for t in model.state_dict().values()])
+
+    found = in_world(4, wrapped)
+    assert all(torch.equal(found[0], each) for each in found)
+    assert float(found[0][-1]) == 0
+
+
+def test_wrappers_and_samplers_that_would_interfere_are_refused():
+    def attempt() -> tuple[str, str]:
+        x, y = records(8)
+        parallel = nn.parallel.DistributedDataParallel(small_model())
+        split = DistributedSampler(TensorDataset(x, y))
+        model = small_model()
+
+        def with_sampler() -> None:
+            PrivacyEngine().make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                data_loader=DataLoader(TensorDataset(x, y), batch_size=2, sampler=split),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+            )
+
+        return refusal(lambda: make_private(parallel, (x, y))), refusal(with_sampler)
+
+    for parallel, sampler in in_world(2, attempt):
+        assert parallel.endswith("give the model itself")
+        assert sampler.startswith("the data loader has a DistributedSampler")
+
+
+def test_processes_that_join_after_make_private_are_refused(monkeypatch):
+    model, optimizer, _, _ = make_private(small_model(), records(4))
+    monkeypatch.setattr("gredp.optimizer.world_size", lambda: 2)
+    message = refusal(lambda: no_gradient_step(model, optimizer, records(4)[0]))
+    assert message == (
+        "2 processes, but 1 when the model was made private: join them first, then make it private"
+    )
+
+
+def test_errors_and_values_of_the_first_process_reach_all():
+    def attempt() -> tuple[object, bytes, str, bool]:
+        def fail() -> tuple[None, bytes]:
+            assert rank() == 0
+            raise GredpError("the disk is gone")
+
+        value, content = from_first(lambda: ({"a": [1, None]}, b"\x00\xff" * 5))
+        assert from_first(lambda: (1, b"")) == (1, b"")
+        refuse_differences({"a": 1.5, "b": [rank() - rank()]})
+        try:
+            from_first(fail)
+        except GredpError as error:
+            return value, content, str(error), isinstance(error, Elsewhere)
+        raise AssertionError("the error was lost")
+
+    first, *others = in_world(4, attempt)
+    assert first == ({"a": [1, None]}, b"\x00\xff" * 5, "the disk is gone", False)
+    assert others == [(*first[:3], True)] * 3
+
+
+def test_a_process_that_leaves_is_noticed_in_one_line():
+    def attempt() -> str:
+        if rank() == 1:
+            dist.destroy_process_group()
+            return ""
+        return refusal(lambda: refuse_differences({}))
+
+    assert "lost contact with the others" in in_world(2, attempt)[0]
