@@ -15,6 +15,7 @@ from gredp.audit.command import AuditSettings, run_audit
 from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
 from gredp.privacy.accountant import AccountantName, epsilon, round_up
+from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
 
@@ -60,6 +61,7 @@ Command = (
     Annotated[TrainSettings, tyro.conf.subcommand("train", description=TrainSettings.__doc__)]
     | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
     | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
+    | Annotated[ReproduceSettings, tyro.conf.subcommand("reproduce", description=ReproduceSettings.__doc__)]
     | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
 )
 
@@ -195,6 +197,8 @@ def main(arguments: list[str] | None = None) -> None:
                 run_train(with_saved(settings, arguments))
             elif isinstance(settings, LedgerSettings):
                 run_ledger(settings)
+            elif isinstance(settings, ReproduceSettings):
+                run_reproduce(settings)
             elif isinstance(settings, AuditSettings):
                 sys.exit(run_audit(settings))
             else:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from gredp.errors import GredpError
-from gredp.models.alexnet import alexnet
+from gredp.models.alexnet import alexnet, alexnet_half
 from gredp.models.lenet import lenet5, lenet_small
 from gredp.models.model3 import model3
 from gredp.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
@@ -17,6 +17,7 @@ MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
     "model3": model3,
     "resnet20": resnet20,
     "alexnet": alexnet,
+    "alexnet-half": alexnet_half,
     "resnet18-1conv": resnet18_1conv,
     "resnet18-2conv": resnet18_2conv,
 }

@@ -21,3 +21,8 @@ def alexnet(
     layers += [nn.Flatten(), nn.Linear(channels * height * width, 120), nn.ReLU()]
     layers += [nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)]
     return nn.Sequential(*layers)
+
+
+def alexnet_half(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
+    """The same at half the widths: a quarter of the work, for machines without a GPU."""
+    return alexnet(input_shape, classes, (32, 96, 192, 128, 128))

@@ -1,0 +1,1 @@
+"""The paper's tables, figures and ablations, run again: `gredp reproduce`."""
