@@ -90,7 +90,7 @@ def run_train(settings: TrainSettings) -> None:
         if not run.record:  # one of several processes, not the first
             return
         result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
-        result |= {"test_accuracy": run.record["test_accuracy"], "run": str(run.folder)}
+        result |= {settings.judged_by: run.record[settings.judged_by], "run": str(run.folder)}
         print(dumps(result))
         return
     with Bar() as progress:

@@ -31,7 +31,7 @@ class Bar:
         self._progress.start()
 
     def update(self, epsilon: float, accuracy: float) -> None:
-        status = f"ε {round_up(epsilon, 3)}  test accuracy {accuracy:.3f}"
+        status = f"ε {round_up(epsilon, 3)}  accuracy {accuracy:.3f}"
         self._progress.update(self._task, advance=1, status=status)
 
     def __enter__(self) -> "Bar":
@@ -53,8 +53,9 @@ def show_run(run: "Run") -> None:
     """Accuracy and what it cost; the proven ε before the claimed one."""
     record, guarantee = run.record, run.record["guarantee"]
     settings, claimed = record["settings"], guarantee["claimed_epsilon"]
+    judged_by = "test_accuracy" if "test_accuracy" in record else "validation_accuracy"
     rows = [
-        ("test accuracy", f"{100 * record['test_accuracy']:.2f} %"),
+        (judged_by.replace("_", " "), f"{100 * record[judged_by]:.2f} %"),
         ("proven ε", f"{round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']}"),
         ("claimed ε (paper)", "none" if claimed is None else f"{round_up(claimed)} for the same noise"),
         ("accountant", guarantee["accountant"]),

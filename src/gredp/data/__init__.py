@@ -1,5 +1,5 @@
 """Data sets as tensors, checked before anything is charged."""
 
-from gredp.data.datasets import EMBEDDED, KNOWN, Splits, load
+from gredp.data.datasets import EMBEDDED, KNOWN, Splits, hold_out, load
 
-__all__ = ["EMBEDDED", "KNOWN", "Splits", "load"]
+__all__ = ["EMBEDDED", "KNOWN", "Splits", "hold_out", "load"]

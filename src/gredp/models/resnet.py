@@ -1,5 +1,7 @@
 """ResNet-20 for small images with group normalisation, and ResNet-18 for transfer with a frozen backbone."""
 
+from collections import OrderedDict
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -72,18 +74,39 @@ class ResNet18(nn.Module):
         self.size = size
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
-        for stage, (inputs, outputs) in enumerate([(64, 64), (64, 128), (128, 256), (256, 512)], 1):
-            first = BasicBlock(inputs, outputs, 1 if stage == 1 else 2)
-            setattr(self, f"layer{stage}", nn.Sequential(first, BasicBlock(outputs, outputs, 1)))
+        self.layer1 = nn.Sequential(BasicBlock(64, 64, 1), BasicBlock(64, 64, 1))
+        self.layer2 = nn.Sequential(BasicBlock(64, 128, 2), BasicBlock(128, 128, 1))
+        self.layer3 = nn.Sequential(BasicBlock(128, 256, 2), BasicBlock(256, 256, 1))
+        self.layer4 = nn.Sequential(BasicBlock(256, 512, 2), BasicBlock(512, 512, 1))
         self.fc = nn.Linear(512, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        return classify(self.layer4[1], self.fc, self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """`[b, 3, h, w]` → `[b, 512, size/32, size/32]`: all before the last block; frozen."""
         if x.shape[-1] != self.size:
             x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", antialias=False)
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
-        for stage in range(1, 5):
-            x = getattr(self, f"layer{stage}")(x)
-        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4[0]):
+            x = stage(x)
+        return x
+
+
+class Tail(nn.Module):
+    """The last block and the classifier of a ResNet-18, on its `features`; names as in the whole network."""
+
+    def __init__(self, whole: ResNet18) -> None:
+        super().__init__()
+        self.layer4 = nn.Sequential(OrderedDict([("1", whole.layer4[1])]))
+        self.fc = whole.fc
+
+    def forward(self, features: Tensor) -> Tensor:
+        return classify(self.layer4, self.fc, features)
+
+
+def classify(block: nn.Module, fc: nn.Module, features: Tensor) -> Tensor:
+    return fc(F.adaptive_avg_pool2d(block(features), 1).flatten(1))
 
 
 def transfer(model: ResNet18, convolutions: int) -> ResNet18:
@@ -101,8 +124,13 @@ def transfer(model: ResNet18, convolutions: int) -> ResNet18:
 
 
 def resnet18_2conv(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
-    return transfer(ResNet18(classes), 2)
+    return _for_input(input_shape, transfer(ResNet18(classes), 2))
 
 
 def resnet18_1conv(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
-    return transfer(ResNet18(classes), 1)
+    return _for_input(input_shape, transfer(ResNet18(classes), 1))
+
+
+def _for_input(input_shape: tuple[int, int, int], whole: ResNet18) -> nn.Module:
+    """On images the whole network, on features of its frozen part what is left of it."""
+    return Tail(whole) if input_shape[0] == whole.fc.in_features else whole

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -13,10 +14,13 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gredp.data import Splits, load
+from gredp.data import Splits, hold_out, load
+from gredp.data.datasets import Stored
 from gredp.distributed import from_first, largest, process_group, rank, refuse_differences, world_size
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
+from gredp.front.backbone import Backbone
+from gredp.front.cache import Front, through
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
 from gredp.randomness import Secret
@@ -49,6 +53,7 @@ class Session:
     settings: TrainSettings
     folder: Path
     data: Splits
+    front: Front | None
     engine: PrivacyEngine
     model: nn.Module
     optimizer: PrivateOptimizer
@@ -86,11 +91,17 @@ def centred(x: Tensor) -> Tensor:
     return 2 * x - 1
 
 
+def as_they_are(x: Tensor) -> Tensor:
+    """Features of a front."""
+    return x
+
+
 class Records(Dataset[tuple[Tensor, Tensor]]):
-    """Training records, centred as they are read; a batch is read at once."""
+    """Training records, pixels centred as they are read; a batch is read at once."""
 
     def __init__(self, data: Splits) -> None:
         self.x, self.y = data.x_train, data.y_train
+        self.prepare = as_they_are if data.features else centred
 
     def __len__(self) -> int:
         return len(self.y)
@@ -99,13 +110,17 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(centred(self.x[indices]), self.y[indices]))
+        return list(zip(self.prepare(self.x[indices]), self.y[indices]))
 
 
-def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+def accuracy(
+    model: nn.Module, x: "Tensor | Stored", y: Tensor, prepare: Callable[[Tensor], Tensor] = as_they_are
+) -> float:
     model.eval()
+    hits = 0
     with torch.no_grad():
-        hits = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(1024), y.split(1024)))
+        for part in torch.arange(len(y)).split(1024):
+            hits += int((model(prepare(x[part.tolist()])).argmax(1) == y[part]).sum())
     model.train()
     return hits / len(y)
 
@@ -122,13 +137,14 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
 
 
 def _train(settings: TrainSettings, progress: Progress | None) -> Run:
-    data = load(settings.dataset, settings.data_dir)
+    data, front = read_data(settings)
     kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
-    refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data)})
+    refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data, front)})
     secret = Secret(settings.insecure_seed)
     engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
     try:
-        session = _resume(settings, data, engine) if settings.resume else _begin(settings, data, engine)
+        begin = _resume if settings.resume else _begin
+        session = begin(settings, data, front, engine)
         with handled_by(session.signal):
             _epochs(session, progress)
         return _finish(session)
@@ -136,11 +152,21 @@ def _train(settings: TrainSettings, progress: Progress | None) -> Run:
         engine.detach()
 
 
-def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
+def read_data(settings: TrainSettings) -> tuple[Splits, Front | None]:
+    """The records as the network sees them, and the front they went through."""
+    front = Backbone(settings.pretrained) if settings.pretrained is not None else None
+    data = load(settings.dataset, settings.data_dir)
+    if front is not None:
+        data = through(front, data, settings.dataset, settings.data_dir)
+    return (hold_out(data, settings.validation) if settings.validation else data), front
+
+
+def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: PrivacyEngine) -> Session:
     """A new run, or a fork: the ledger and the weights of another one, everything else anew."""
     weights = engine.fork(settings.fork) if settings.fork is not None else None
     target = {"target_epsilon": settings.epsilon, "target_delta": settings.delta, "epochs": settings.epochs}
-    session = _session(settings, Path(settings.out or _new_folder(settings)), data, engine, target)
+    folder = Path(settings.out or _new_folder(settings))
+    session = _session(settings, folder, data, front, engine, target)
     if weights is not None:
         load_weights(session.model, weights)
     engine.secret.incarnation, _ = from_first(lambda: _found(session))
@@ -151,22 +177,22 @@ def _found(session: Session) -> tuple[int, bytes]:
     """Make the run's folder; gives the number of this start."""
     session.save()
     multiplier = session.engine.requested_multiplier
-    facts = {"data": describe_data(session.data), "noise_multiplier": multiplier}
+    facts = {"data": describe_data(session.data, session.front), "noise_multiplier": multiplier}
     write_document(session.folder / FILE, {"settings": session.settings.kept(), **facts})
     return session.engine.secret.incarnation, b""
 
 
-def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
+def _resume(settings: TrainSettings, data: Splits, front: Front | None, engine: PrivacyEngine) -> Session:
     folder = Path(settings.resume or "")
     _refuse_finished(folder)
     facts = read_document(folder / FILE)
-    was, told = facts["data"], describe_data(data)
+    was, told = facts["data"], describe_data(data, front)
     if was != told:
         key = next(k for k in told if told[k] != was.get(k))
         raise GredpError(f"the data have changed: {key} was {was.get(key)} and is {told[key]}")
     # The multiplier of the first start, not calibrated again: another version could find another digit.
     noise = {"noise_multiplier": facts["noise_multiplier"]}
-    session = _session(settings, folder, data, engine, noise)
+    session = _session(settings, folder, data, front, engine, noise)
     done = engine.load(folder)
     _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
     session.metrics, session.seconds, session.updates = done["metrics"], done["seconds"], done["updates"]
@@ -181,10 +207,17 @@ def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Ses
 
 
 def _session(
-    settings: TrainSettings, folder: Path, data: Splits, engine: PrivacyEngine, noise: dict[str, Any]
+    settings: TrainSettings,
+    folder: Path,
+    data: Splits,
+    front: Front | None,
+    engine: PrivacyEngine,
+    noise: dict[str, Any],
 ) -> Session:
     torch.manual_seed(settings.seed)
     model = build(_network(settings, data), data.input_shape, data.classes, settings.block_size)
+    if front is not None:
+        front.equip(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
     model, private, loader = make(
@@ -199,7 +232,7 @@ def _session(
         **noise,
         **settings.options(),
     )
-    return Session(settings, folder, data, engine, model, private, loader, len(loader))
+    return Session(settings, folder, data, front, engine, model, private, loader, len(loader))
 
 
 def _refuse_finished(folder: Path) -> None:
@@ -207,10 +240,11 @@ def _refuse_finished(folder: Path) -> None:
         raise GredpError(f"{folder} has finished: its budget is spent; --fork {folder} starts from it")
 
 
-def describe_data(data: Splits) -> dict[str, Any]:
-    """What a run notes of its data, and checks when it is resumed: counts and shapes.
+def describe_data(data: Splits, front: Front | None = None) -> dict[str, Any]:
+    """What a run notes of its data and front, and checks when it is resumed.
 
-    No hash, keyed or not: with the run's folder in hand it would tell whether a guessed data set is the one.
+    Of the data counts and shapes, no hash, keyed or not: with the run's folder in hand it would tell whether
+    a guessed data set is the one. Of the front all that it depends on, public weights by their hash.
     """
     return {
         "name": data.name,
@@ -218,6 +252,7 @@ def describe_data(data: Splits) -> dict[str, Any]:
         "test_records": len(data.x_test),
         "classes": data.classes,
         "input_shape": list(data.input_shape),
+        "front": None if front is None else front.identity(),
     }
 
 
@@ -226,7 +261,7 @@ def _epochs(session: Session, progress: Progress | None) -> None:
     settings, engine = session.settings, session.engine
     sampler = session.loader.batch_sampler
     assert isinstance(sampler, PoissonBatchSampler)
-    x_test = centred(session.data.x_test)
+    prepare = as_they_are if session.data.features else centred
     if progress is not None:
         progress.begin(settings.epochs, session.charged // session.per_epoch)
     while not session.metrics or session.metrics[-1]["epoch"] < settings.epochs:
@@ -236,9 +271,9 @@ def _epochs(session: Session, progress: Progress | None) -> None:
         _steps(session)
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            share = accuracy(session.model, x_test, session.data.y_test)
+            share = accuracy(session.model, session.data.x_test, session.data.y_test, prepare)
             spent = engine.get_epsilon(settings.delta)
-            session.metrics[-1] |= {"proven_epsilon": spent, "test_accuracy": share}
+            session.metrics[-1] |= {"proven_epsilon": spent, settings.judged_by: share}
             session.save()
             write(session.folder / "metrics.json", (dumps({"metrics": session.metrics}) + "\n").encode())
             if progress is not None:
@@ -288,7 +323,7 @@ def _finish(session: Session) -> Run:
         **header(),
         "settings": settings.kept()
         | {"model": _network(settings, session.data), "block": settings.block_size},
-        "data": describe_data(session.data),
+        "data": describe_data(session.data, session.front),
         "processes": world_size(),
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "guarantee": guarantee | {"neighbours": "add or remove one record"},
@@ -298,7 +333,7 @@ def _finish(session: Session) -> Run:
         "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
         "metrics": session.metrics,
-        "test_accuracy": session.metrics[-1]["test_accuracy"],
+        settings.judged_by: session.metrics[-1][settings.judged_by],
         "selection": "the last epoch; no epoch or setting was chosen by this run",
         "seconds": round(session.seconds, 2),
     }

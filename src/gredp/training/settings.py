@@ -18,7 +18,7 @@ FILE = "settings.json"
 #: settings that belong to one start of a run, not to the run
 OF_ONE_START = ("resume", "fork", "out", "json")
 #: settings that may differ when a run goes on: its result does not depend on them
-MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_seconds")
+MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_seconds", "pretrained")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,11 @@ class TrainSettings:
     """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz, or of a
     folder of .npy files for data larger than memory"""
     model: str | None = None
-    """lenet-small, lenet5, model3, resnet20 or alexnet; by default the one that goes with the data set"""
+    """lenet-small, lenet5, model3, resnet20, alexnet, or with --pretrained resnet18-1conv or resnet18-2conv;
+    by default the one that goes with the data set"""
+    pretrained: str | None = None
+    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names; all but the
+    last one or two convolutions and the classifier stay as they are"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     method: Method = "gredp"
@@ -49,6 +53,9 @@ class TrainSettings:
     """share of coefficients that spectral_dp keeps"""
     lr: float = 0.1
     momentum: float = 0.9
+    validation: int = 0
+    """hold out this many of the last training records and report accuracy on them instead of the test set, to
+    choose settings by; they are not private in that run"""
     max_physical_batch_size: int = 512
     """records in memory at once; the result does not depend on it"""
     seed: int = 0
@@ -74,6 +81,11 @@ class TrainSettings:
         if self.block is not None:
             return self.block
         return 8 if self.method in ("gredp", "spectral_dp") else 0
+
+    @property
+    def judged_by(self) -> str:
+        """What a run's accuracy is called: one on held-out training records must not pass for the other."""
+        return "validation_accuracy" if self.validation else "test_accuracy"
 
     def kept(self) -> dict[str, Any]:
         """What the run's folder keeps."""
@@ -104,6 +116,9 @@ class TrainSettings:
         ):
             if whole < 1:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
+        if self.validation < 0:
+            raise GredpError(f"--validation must be 0 or more, not {self.validation}")
+        self._check_transfer()
         if self.block is not None and self.block < 0:
             raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
         if not self.checkpoint_seconds >= 0:
@@ -112,6 +127,13 @@ class TrainSettings:
             self._check_resumed(saved_settings(self.resume))
         if not 0 <= self.momentum < 1:
             raise GredpError(f"--momentum must lie in [0, 1), not {self.momentum}")
+
+    def _check_transfer(self) -> None:
+        transfer = self.model is not None and self.model.startswith("resnet18-")
+        if transfer and self.pretrained is None:
+            raise GredpError(f"--model {self.model} needs --pretrained: the file with the frozen weights")
+        if self.pretrained is not None and not transfer:
+            raise GredpError("--pretrained goes with --model resnet18-1conv or resnet18-2conv")
 
     def _check_resumed(self, saved: "TrainSettings") -> None:
         if self.out is not None or self.fork is not None:
