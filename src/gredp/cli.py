@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -57,11 +57,25 @@ class LedgerSettings:
     """print one JSON object instead of a table"""
 
 
+@dataclass(frozen=True)
+class DataSettings:
+    """Data sets that are known by name: `gredp data get NAME` fetches one, `gredp data list` verifies all."""
+
+    action: Annotated[Literal["get", "list"], tyro.conf.Positional]
+    name: Annotated[str | None, tyro.conf.Positional] = None
+    """mnist, fashion-mnist, cifar10 or cifar100"""
+    data_dir: str | None = None
+    """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """print one JSON object instead of a table"""
+
+
 Command = (
     Annotated[TrainSettings, tyro.conf.subcommand("train", description=TrainSettings.__doc__)]
     | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
     | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
     | Annotated[ReproduceSettings, tyro.conf.subcommand("reproduce", description=ReproduceSettings.__doc__)]
+    | Annotated[DataSettings, tyro.conf.subcommand("data", description=DataSettings.__doc__)]
     | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
 )
 
@@ -163,6 +177,27 @@ def run_ledger(settings: LedgerSettings) -> None:
     table(f"ledger of {settings.run}", rows)
 
 
+def run_data(settings: DataSettings) -> None:
+    if (settings.action == "get") == (settings.name is None):
+        raise GredpError("it is `gredp data get NAME` or `gredp data list`")
+    from gredp.console import table
+    from gredp.data.fetch import get, listing
+    from gredp.training.record import dumps
+
+    if settings.name is not None:
+        path, words = get(settings.name, settings.data_dir)
+        rows: list[dict[str, Any]] = [
+            {"name": settings.name, "whole": True, "state": words, "path": str(path)}
+        ]
+    else:
+        rows = listing(settings.data_dir)
+    if settings.json:
+        print(dumps({"data": rows}))
+        return
+    shown = [(row["name"], row["state"], row["path"] or "–") for row in rows]
+    table("data sets", shown, ("name", "state", "file"))
+
+
 def account_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The proven ε first; the claimed one never alone."""
     claimed = result["claimed_epsilon"]
@@ -199,6 +234,8 @@ def main(arguments: list[str] | None = None) -> None:
                 run_ledger(settings)
             elif isinstance(settings, ReproduceSettings):
                 run_reproduce(settings)
+            elif isinstance(settings, DataSettings):
+                run_data(settings)
             elif isinstance(settings, AuditSettings):
                 sys.exit(run_audit(settings))
             else:

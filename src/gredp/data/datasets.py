@@ -100,8 +100,9 @@ def load(name: str, folder: str | None = None) -> Splits:
             f"unknown data set {name!r}: one of {', '.join(KNOWN)}, or the path of a .npz file or of a folder"
         )
     if not mapped and not path.is_file():
+        how = f"fetch it with `gredp data get {name}`, or " if name in KNOWN else ""
         raise GredpError(
-            f"{path} is not there: put a NumPy archive with uint8 x_train, y_train, x_test, y_test there"
+            f"{path} is not there: {how}put a NumPy archive with uint8 x_train, y_train, x_test, y_test there"
         )
     arrays = map_folder(path) if mapped else read_archive(path)
     # From the test labels alone: the largest private label would be a release of its own.
