@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from gredp.data import Splits, load
+from gredp.data.augment import DRAWS, augmented
 from gredp.distributed import from_first, largest, process_group, rank, refuse_differences, world_size
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
@@ -87,10 +88,12 @@ def centred(x: Tensor) -> Tensor:
 
 
 class Records(Dataset[tuple[Tensor, Tensor]]):
-    """Training records, centred as they are read; a batch is read at once."""
+    """Training records, centred as they are read; a batch is read at once. `views` draws one of them anew."""
 
-    def __init__(self, data: Splits) -> None:
+    def __init__(self, data: Splits, views: Secret | None = None) -> None:
         self.x, self.y = data.x_train, data.y_train
+        self.views = views
+        self._asked = 0
 
     def __len__(self) -> int:
         return len(self.y)
@@ -99,7 +102,12 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(centred(self.x[indices]), self.y[indices]))
+        x = centred(self.x[indices])
+        if self.views is not None:
+            self._asked += 1
+            draws = self.views.uniform(DRAWS * len(indices), "views", self._asked)
+            x = augmented(x, draws.view(-1, DRAWS))
+        return list(zip(x, self.y[indices]))
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -190,7 +198,10 @@ def _session(
     model, private, loader = make(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(Records(data), batch_size=settings.batch_size),
+        data_loader=DataLoader(
+            Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
+        ),
+        views=max(1, settings.augment),
         max_grad_norm=settings.clip_norm,
         method=settings.method,
         noise=settings.noise,

@@ -49,8 +49,10 @@ class TrainSettings:
     """share of coefficients that spectral_dp keeps"""
     lr: float = 0.1
     momentum: float = 0.9
+    augment: int = 0
+    """random views of each record, averaged before the clip: shifts, and flips of colour images; 0 is none"""
     max_physical_batch_size: int = 512
-    """records in memory at once; the result does not depend on it"""
+    """inputs in memory at once; the result does not depend on it"""
     seed: int = 0
     """for initialisation only; noise and sampling are always secret"""
     insecure_seed: int | None = None
@@ -104,6 +106,8 @@ class TrainSettings:
         ):
             if whole < 1:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
+        if self.augment < 0:
+            raise GredpError(f"--augment must be 0 or more views, not {self.augment}")
         if self.block is not None and self.block < 0:
             raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
         if not self.checkpoint_seconds >= 0:
