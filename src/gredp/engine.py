@@ -89,7 +89,7 @@ class PrivacyEngine:
         `noise_multiplier` is the proven z of each step; under `claim="paper"` it is the paper's σ. 0 is
         allowed and gives ε = ∞. `method` is plain, dpsgd, spectral_dp or gredp; `noise` of gredp is white,
         real or shaped; further options are those of the mechanism (`filter_ratio`, `noise_parts`, `grid`,
-        `per_sample_noise`, `exponent`, `preconditioner`, `energy_noise`, `bands`).
+        `per_sample_noise`, `exponent`, `preconditioner`, `energy_noise`, `bands`, `groups`, `window`).
 
         `sample_rate` states q where the number of records is itself confidential; otherwise it is
         batch_size/records. Sums are divided by the loader's batch size, whatever was drawn.

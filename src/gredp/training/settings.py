@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from gredp.errors import GredpError
+from gredp.mechanisms.plan import Groups
 from gredp.mechanisms.select import Claim, Method, Noise, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
@@ -47,6 +48,14 @@ class TrainSettings:
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
+    exponent: float = 0.5
+    """of shaped noise: weights w² ∝ m^(−exponent) from the learned energies m; 0 is white"""
+    preconditioner: float = 0.0
+    """of shaped noise: the update is multiplied by m^(−preconditioner), and its size kept"""
+    groups: Groups = "both"
+    """of shaped noise: what may differ in weight, layers, frequencies within a layer, or both"""
+    window: int = 0
+    """of shaped noise: releases over which the energies are averaged; 0 is all of them"""
     lr: float = 0.1
     momentum: float = 0.9
     augment: int = 0
@@ -83,7 +92,12 @@ class TrainSettings:
 
     def options(self) -> dict[str, Any]:
         """Options of the mechanism beyond those every method has."""
-        return {"filter_ratio": self.filter_ratio} if self.method == "spectral_dp" else {}
+        names: tuple[str, ...] = ()
+        if self.method == "spectral_dp":
+            names = ("filter_ratio",)
+        elif self.noise == "shaped":
+            names = ("exponent", "preconditioner", "groups", "window")
+        return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
         """Refuse what can be refused without data."""
