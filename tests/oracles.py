@@ -53,6 +53,14 @@ def per_sample_gradients(
     }
 
 
+def of_records(
+    model: nn.Module, x: Tensor, views: int, targets: Tensor | None = None, loss: Loss = wavy
+) -> Gradients:
+    """`[b, *shape]`: the gradient of each record's mean loss over its views, which lie side by side in x."""
+    inputs = per_sample_gradients(model, x, targets, loss)
+    return {name: torch.stack([v.mean(0) for v in g.split(views)]) for name, g in inputs.items()}
+
+
 # ------------------------------------------------------------------ clipped sums
 
 

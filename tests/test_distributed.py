@@ -68,6 +68,15 @@ def test_without_noise_many_processes_release_what_one_does(world, mechanism):
         assert each["ledger"] == alone["ledger"]
 
 
+def test_views_of_a_record_stay_with_its_process():
+    alone = trained(views=3)
+    found = in_world(2, lambda: trained(views=3))
+    assert sum(each["seen"] for each in found) == alone["seen"]
+    for each in found:
+        for mine, theirs in zip(alone["weights"], each["weights"], strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("mechanism", ["dpsgd", "gredp", "gredp shaped"])
 def test_with_noise_processes_stay_bit_equal_at_every_step(mechanism):
     found = in_world(4, lambda: trained(z=Z, seed=None, **MECHANISMS[mechanism]))

@@ -21,6 +21,7 @@ import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
 import test_ranks
 import test_runs
+import test_views
 
 import test_distributed
 import test_engine
@@ -72,6 +73,16 @@ MUTANTS = [
     Mutant(bugs.last_coefficient_without_noise, laws.test_no_direction_is_left_without_noise, ("gredp",)),
     Mutant(
         bugs.clip_of_the_mean_loss, laws.test_one_record_moves_the_sum_by_at_most_the_clip_norm, ("dpsgd",)
+    ),
+    Mutant(
+        bugs.views_clipped_one_by_one,
+        test_views.test_one_record_with_all_its_views_moves_the_sum_by_at_most_the_clip_norm,
+        ("dpsgd",),
+    ),
+    Mutant(
+        bugs.views_of_a_record_torn_apart,
+        test_views.test_the_views_of_a_record_stay_together_in_physical_batches,
+        (7,),
     ),
     Mutant(
         bugs.noise_divided_by_the_batch,

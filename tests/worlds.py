@@ -27,6 +27,14 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "gredp layer-wise": {"method": "gredp", "clipping": "layer_wise"},
     "gredp per-sample noise": {"method": "gredp", "per_sample_noise": True},
     "gredp shaped": {"method": "gredp", "noise": "shaped"},
+    "gredp preconditioned": {
+        "method": "gredp",
+        "noise": "shaped",
+        "exponent": 0.3,
+        "preconditioner": 0.3,
+        "groups": "frequency",
+        "window": 5,
+    },
 }
 
 

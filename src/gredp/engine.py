@@ -81,6 +81,7 @@ class PrivacyEngine:
         noise: str = "white",
         claim: str = "proven",
         sample_rate: float | None = None,
+        views: int = 1,
         **options: Any,
     ) -> Any:
         """Returns (module, optimizer, data_loader); with a criterion before the loader in "ghost" mode.
@@ -88,10 +89,15 @@ class PrivacyEngine:
         `noise_multiplier` is the proven z of each step; under `claim="paper"` it is the paper's σ. 0 is
         allowed and gives ε = ∞. `method` is plain, dpsgd, spectral_dp or gredp; `noise` of gredp is white,
         real or shaped; further options are those of the mechanism (`filter_ratio`, `noise_parts`, `grid`,
-        `per_sample_noise`, `exponent`, `preconditioner`, `energy_noise`, `bands`).
+        `per_sample_noise`, `exponent`, `preconditioner`, `energy_noise`, `bands`, `groups`, `window`).
 
         `sample_rate` states q where the number of records is itself confidential; otherwise it is
         batch_size/records. Sums are divided by the loader's batch size, whatever was drawn.
+
+        `views` asks the data set so many times for each record that was drawn, side by side in the batch:
+        with random transforms, as many views of it. Their gradients are averaged within the record before
+        it is clipped, once: K and z are those of a single view. The transforms need no secrecy, but those
+        of one record must not depend on which others were drawn.
 
         | case | what happens |
         |---|---|
@@ -104,12 +110,16 @@ class PrivacyEngine:
             raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
         chosen = mechanism(method, noise, claim, clipping, **options)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
+        if views != 1 and chosen.transform == "padded":
+            raise GredpError(
+                "several views of a record have no padded spectrum of product form: use grid 'kernel'"
+            )
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate, self.secret)
+        loader = poisson_loader(data_loader, sample_rate, self.secret, views)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         expected = _expected_batch_size(data_loader, sampler)
-        capture = Capture(module, loss_reduction, chosen.needs)
+        capture = Capture(module, loss_reduction, chosen.needs, sampler.views)
         try:
             blocks = _blocks(chosen, capture, loader)
             norms: Any = list(max_grad_norm) if isinstance(max_grad_norm, Sequence) else max_grad_norm
@@ -159,6 +169,7 @@ class PrivacyEngine:
         max_grad_norm: float | Sequence[float],
         claim: str = "proven",
         sample_rate: float | None = None,
+        views: int = 1,
         **settings: Any,
     ) -> Any:
         """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
@@ -170,7 +181,7 @@ class PrivacyEngine:
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate, self.secret)
+        loader = poisson_loader(data_loader, sample_rate, self.secret, views)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         steps = int(epochs) * sampler.steps
@@ -196,6 +207,7 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             claim=claim,
             sample_rate=sample_rate,
+            views=views,
             **settings,
         )
 

@@ -39,18 +39,23 @@ class PoissonBatchSampler(Sampler[list[int]]):
         steps: int,
         generator: torch.Generator | None = None,
         secret: Secret | None = None,
+        views: int = 1,
     ) -> None:
+        """`views` repeats each drawn record so often, side by side: a data set that draws its transforms
+        anew each time it is asked gives as many views of it."""
+        if views < 1 or views != int(views):
+            raise GredpError(f"the number of views must be a whole number of at least 1, not {views}")
         if records < 1:
             raise GredpError("the data set is empty: there is nothing to train on")
         if not 0 < sample_rate <= 1:
             raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
         self.records, self.sample_rate, self.steps = records, sample_rate, steps
-        self.generator, self.secret = generator, secret or Secret()
+        self.generator, self.secret, self.views = generator, secret or Secret(), int(views)
         self._asked = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(self.steps):
-            yield self.draw()
+            yield [record for record in self.draw() for _ in range(self.views)]
 
     def draw(self) -> list[int]:
         """One batch, or this process' part of it, in the order of the records, by the gaps between them.
@@ -82,10 +87,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
 
 def poisson_loader(
-    loader: DataLoader[Any], sample_rate: float | None = None, secret: Secret | None = None
+    loader: DataLoader[Any], sample_rate: float | None = None, secret: Secret | None = None, views: int = 1
 ) -> DataLoader[Any]:
     """The same loader with Poisson batches at `sample_rate`, by default batch_size/records."""
     if isinstance(loader.batch_sampler, PoissonBatchSampler):
+        if loader.batch_sampler.views != views:
+            raise GredpError(
+                f"the data loader gives {loader.batch_sampler.views} views of a record, not {views}"
+            )
         return loader
     if isinstance(loader.dataset, IterableDataset):
         raise GredpError(
@@ -111,7 +120,7 @@ def poisson_loader(
     rate = batch_size / records if sample_rate is None else sample_rate
     # With a stated rate nothing here may depend on the number of records, the number of steps included.
     steps = len(loader) if sample_rate is None else math.ceil(1 / rate)
-    sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret)
+    sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views)
     collate = loader.collate_fn if loader.collate_fn is not None else default_collate
     return rebuild(loader, DataLoader, sampler, EmptyBatches(loader.dataset, collate))
 
@@ -164,7 +173,10 @@ class _PhysicalLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.optimizer.begin_logical_batches()
         last: deque[bool] = deque()
-        split = _Split(self.batch_sampler, self.max_physical_batch_size, last)  # type: ignore[arg-type]
+        assert isinstance(self.batch_sampler, PoissonBatchSampler)
+        views = self.batch_sampler.views
+        whole = max(1, self.max_physical_batch_size // views) * views  # the views of a record stay together
+        split = _Split(self.batch_sampler, whole, last)
         for batch in rebuild(self, DataLoader, split, self.collate_fn):
             self.optimizer.signal_skip_step(do_skip=not last.popleft())
             yield batch
@@ -172,7 +184,8 @@ class _PhysicalLoader(DataLoader[Any]):
     def __len__(self) -> int:
         sampler = self.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
-        parts = max(1, math.ceil(sampler.records * sampler.sample_rate / self.max_physical_batch_size))
+        records = max(1, self.max_physical_batch_size // sampler.views)
+        parts = max(1, math.ceil(sampler.records * sampler.sample_rate / records))
         return len(sampler) * parts
 
 
@@ -189,7 +202,7 @@ class _Split(Sampler[list[int]]):
 
 
 class BatchMemoryManager:
-    """Bounds the physical batch: `with BatchMemoryManager(...) as loader:` and the same loop as before.
+    """Bounds the inputs of a physical batch: `with BatchMemoryManager(...) as loader:`, then as before.
 
     Logical batches, their noise and their price stay as they are; `optimizer.step()` only adds up until
     the last part of a logical batch has arrived.

@@ -15,7 +15,7 @@ from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.per_sample import PerSampleGradient
-from oracles import grid_energy, per_sample_gradients, wavy
+from oracles import grid_energy, of_records, per_sample_gradients, wavy
 
 quick = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -310,7 +310,26 @@ def test_a_record_is_bit_equal_whatever_the_others_are(case, intruder):
         assert torch.equal(first[name].squared_norm()[2], second[name].squared_norm()[2])
 
 
-# ------------------------------------------------------------------ (e): used twice, tied, shared
+# ------------------------------------------------------------------ (e): several views of a record
+
+
+@every_case
+@pytest.mark.parametrize("needs", ["norms", "spectra"])
+def test_views_of_a_record_count_as_their_mean(case, needs):
+    model, x = case.model(), case.records(4 * 3)
+    truth = of_records(model, x, 3)
+    capture = Capture(model, "mean", needs, views=3)
+    wavy(model(x)).mean().backward()
+    found = capture.take()
+    capture.detach()
+    assert found.batch == 4
+    assert found.gradients.keys() == truth.keys()
+    for name, gradient in found.gradients.items():
+        assert_close(gradient.dense() * found.scale, truth[name])
+    assert_answers_agree(found.gradients)
+
+
+# ------------------------------------------------------------------ (f): used twice, tied, shared
 
 
 class Twice(nn.Module):
@@ -394,7 +413,7 @@ def test_kernel_tied_to_a_transposed_convolution():
     assert_answers_agree(captured(model, x))
 
 
-# ------------------------------------------------------------------ (f): frozen parts
+# ------------------------------------------------------------------ (g): frozen parts
 
 
 @cases_where(lambda case: len(list(case.model().parameters())) > 1)

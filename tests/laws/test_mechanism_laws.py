@@ -98,6 +98,30 @@ def test_shaped_noise_keeps_its_variance_in_both_spaces(layer):
     assert abs(ratio - 1) <= V_TOLERANCE * widening
 
 
+@pytest.mark.parametrize("layer", ["linear 45", "circulant 8", "conv 3x3"])
+def test_a_preconditioner_scales_what_was_released_and_nothing_else(layer):
+    """V with random w and P: over frequencies (P/w)² times what the certificate counts, so z stays."""
+    build, shape = LAYERS[layer]
+    x = torch.ones(shape)
+    model = nn.Sequential(build(), nn.Flatten())
+    options = MECHANISMS["gredp shaped"] | {"preconditioner": 0.5}
+    model, optimizer, _, _ = make_private(
+        model, (x, torch.zeros(len(x))), noise_multiplier=Z, clip=C, **options
+    )
+    step = optimizer.private_step
+    generator = torch.Generator().manual_seed(5)
+    random = [0.2 + 3 * torch.rand(len(step.shape._squared), generator=generator).double() for _ in "wP"]
+    fix_weights(optimizer, random[0])
+    step.shape._precondition = random[1]
+    draws = draw_noise(model, optimizer, x, V_DRAWS)
+    view = step.views["0.weight"]
+    w2, p = (whole_weights(view, t["0.weight"]) for t in (step.squared_weights, step.shape.preconditioner))
+    spectra = dft(draws.view(-1, *view.block.shape), view.axes)
+    ratio = float((spectra.abs().square() * w2 / p.square()).mean()) / (optimizer.sigma * C) ** 2
+    assert abs(ratio - 1) <= V_TOLERANCE
+    assert abs(optimizer.noise_multiplier - Z) < 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_secret_noise_is_standard_normal(dtype):
     """V for the keystream's source, its higher moments, and its two halves, which share their radii."""

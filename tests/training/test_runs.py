@@ -46,7 +46,9 @@ def weights(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("mechanism", ["dpsgd", "spectral-dp", "gredp", "gredp shaped", "dpsgd automatic"])
+@pytest.mark.parametrize(
+    "mechanism", ["dpsgd", "spectral-dp", "gredp", "gredp preconditioned", "dpsgd automatic"]
+)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_without_noise_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mechanism, optimizer):
     options = MECHANISMS[mechanism]

@@ -112,6 +112,20 @@ def clip_of_the_mean_loss(patch: Patch) -> None:
     patch.setattr(clip, "energies", lambda gradient, view: honest(gradient, view) / gradient.batch**2)
 
 
+def views_clipped_one_by_one(patch: Patch) -> None:
+    """Each view of a record is bounded by itself, so that K of them move the sum by up to K·C."""
+    patch.setattr(capture.Capture, "views", property(lambda self: 1, lambda self, views: None))
+
+
+def views_of_a_record_torn_apart(patch: Patch) -> None:
+    """A physical batch may end between two views, and the next one's records begin with what is left."""
+
+    def split(self, sampler, size, last):
+        self.sampler, self.size, self.last = sampler, size + 1, last
+
+    patch.setattr(sampling._Split, "__init__", split)
+
+
 def noise_divided_by_the_batch(patch: Patch) -> None:
     for source in SOURCES:
         draw = source.normal

@@ -88,11 +88,17 @@ class Capture:
         module: nn.Module,
         loss_reduction: str = "mean",
         needs: Needs = "norms",
+        views: int = 1,
     ) -> None:
-        """`needs` is what the step will ask of a layer, by which it chooses what to keep until then."""
+        """`needs` is what the step will ask of a layer, by which it chooses what to keep until then.
+
+        `views` is the number of inputs that belong to each record, side by side in every batch. A
+        record's gradient is that of its mean loss over them: one vector, which is clipped once.
+        """
         self.module = module
         self.loss_reduction = loss_reduction
         self.needs = needs
+        self.views = views
         self.units = find_units(module)
         self._by_layer = {unit.layer: unit for unit in self.units}
         self._pending: dict[str, PerSampleGradient] = {}
@@ -247,6 +253,11 @@ class Capture:
                 f"{unit.name} saw {g.shape[0]} records, another layer {self._batch}: "
                 "the first dimension of every layer's input must be the batch"
             )
+        if g.shape[0] % self.views:
+            raise GredpError(
+                f"{g.shape[0]} inputs are no whole number of records with {self.views} views each: "
+                "train on the batches of the loader that make_private returned"
+            )
         for name, gradient in self._gradients(unit, full_precision(x), full_precision(g), call).items():
             full = unit.parameters.get(name)
             if full is None or not unit.layer.get_parameter(name).requires_grad:
@@ -257,7 +268,7 @@ class Capture:
     def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> dict[str, PerSampleGradient]:
         if unit.rule is not None:
             with torch.no_grad():
-                gradients = unit.rule(unit.layer, x, g)
+                gradients = self._of_records(unit.rule(unit.layer, x, g))
                 if self.needs == "inputs":
                     return gradients
                 return {
@@ -266,9 +277,15 @@ class Capture:
                 }
         self._paused = True  # the generic rule runs the layer again; these runs are not the user's
         try:
-            return generic(unit.layer, list(unit.parameters), x, g, call)
+            return self._of_records(generic(unit.layer, list(unit.parameters), x, g, call))
         finally:
             self._paused = False
+
+    def _of_records(self, gradients: dict[str, PerSampleGradient]) -> dict[str, PerSampleGradient]:
+        """Inputs' gradients added up to records': before any norm is taken, or each view would be clipped."""
+        if self.views == 1:
+            return gradients
+        return {name: gradient.folded(self.views) for name, gradient in gradients.items()}
 
     def _buffer(self, name: str | None) -> Buffer | None:
         """The parameter's own, unless an earlier use of it in this pass still lives there."""
@@ -314,8 +331,9 @@ class Capture:
         """What the last backward brought, valid until the next; None if there was none."""
         if self._pending_pass is None or self._batch is None:
             return None
-        scale = float(self._batch) if self.loss_reduction == "mean" else 1.0
-        spectra = PerSampleSpectra(self._pending, self._batch, scale)
+        records = self._batch // self.views
+        scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
+        spectra = PerSampleSpectra(self._pending, records, scale)
         self.drop()
         return spectra
 

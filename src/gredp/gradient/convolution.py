@@ -1,6 +1,6 @@
 """Per-sample gradients of convolutions, the layers in which a private step spends its time.
 
-Letters: b record, o and c channels out and in, k kernel offset.
+Letters: b record, v view, o and c channels out and in, k kernel offset.
 """
 
 import math
@@ -87,14 +87,15 @@ class Correlation(PerSampleGradient):
     large, and leave the sum to one ordinary weight gradient.
     """
 
-    x: Tensor  # [b, c, *input]
-    gradient: Tensor  # [b, o, *output]
+    x: Tensor  # [b · v, c, *input]
+    gradient: Tensor  # [b · v, o, *output]
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
     pads: tuple[int, ...]  # as F.pad takes them
     mode: str = "constant"
+    views: int = 1  # inputs of a record, side by side; its gradient is the sum over them
 
     @property
     def grid_axes(self) -> int:  # type: ignore[override]
@@ -102,7 +103,18 @@ class Correlation(PerSampleGradient):
 
     @property
     def batch(self) -> int:
-        return self.x.shape[0]
+        return self.x.shape[0] // self.views
+
+    def folded(self, views: int) -> "Correlation":
+        """Views are further positions, read where they lie."""
+        return replace(self, views=views)
+
+    def keep(self, mask: Tensor) -> "Correlation":
+        inputs = mask.repeat_interleave(self.views)
+        x, gradient = (
+            t.masked_fill(~inputs.view(-1, *[1] * (t.dim() - 1)), 0) for t in (self.x, self.gradient)
+        )
+        return replace(self, x=x, gradient=gradient)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,7 +167,7 @@ class Correlation(PerSampleGradient):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         if self.batch == 0:
             return self.x.new_zeros(self.shape)
-        scaled = self.gradient * factors.view(-1, *[1] * (self.gradient.dim() - 1))
+        scaled = self._scaled(factors)
         plain = self.mode == "constant" and self.pads[::2] == self.pads[1::2]
         padding = list(self.pads[::-2]) if plain else [0] * len(self.kernel)
         return torch.ops.aten.convolution_backward(
@@ -172,6 +184,11 @@ class Correlation(PerSampleGradient):
             [False, True, False],
         )[1]
 
+    def _scaled(self, factors: Tensor) -> Tensor:
+        """Output gradients times their record's factor."""
+        inputs = factors.repeat_interleave(self.views)
+        return self.gradient * inputs.view(-1, *[1] * (self.gradient.dim() - 1))
+
     def _geometry(self) -> "Geometry":
         """What the cost of the ways depends on."""
         return Geometry(
@@ -180,6 +197,7 @@ class Correlation(PerSampleGradient):
             tuple(zip(self.kernel, self.stride, self._reach)),
             tuple(self.gradient.shape[2:]),
             math.prod(self.padded_grid),
+            self.views,
         )
 
     @property
@@ -210,49 +228,64 @@ class Correlation(PerSampleGradient):
         axes may shift copies of the input, those of others copies of the output gradient, and one
         batched product of the two gives all offsets: fewer copies than windows of the whole kernel
         would take, and a squarer product, which matrix libraries like better. Over few enough records
-        to stay in cache, where copies are cheap.
+        to stay in cache, where copies are cheap; views of a record lie behind one another as if they
+        were one map, and where they do not fit, they are added up in turn.
         """
         layout, split = self._layout(), self.split
         groups, inner, channels, outer, outputs = layout
         positions = self._geometry().positions(split)
         rows, columns = inner * channels, outer * outputs
-        held = ((rows + columns) * math.prod(positions) + rows * columns) * groups
+        copies, result = (rows + columns) * math.prod(positions) * groups, rows * columns * groups
         chunk = CHUNK * torch.get_num_threads()  # each has a cache of its own
-        step = max(1, min(chunk // max(1, held), self.batch))
-        shift_input = self._shifts(self.x.new_zeros(step, groups, inner, channels, *positions), False)
-        shift_gradient = self._shifts(self.x.new_zeros(step, groups, outer, outputs, *positions), True)
+        step = max(1, min(chunk // max(1, copies * self.views + result), self.batch))
+        most = max(1, chunk // max(1, copies))
+        views = max(d for d in range(1, self.views + 1) if self.views % d == 0 and d <= most)
+        shift_input = self._shifts(self.x.new_zeros(step, groups, inner, channels, views, *positions), False)
+        shift_gradient = self._shifts(self.x.new_zeros(step, groups, outer, outputs, views, *positions), True)
         for start in range(0, self.batch, step):
             part = slice(start, min(start + step, self.batch))
-            x = self.x[part] if self._zeros else replace(self, x=self.x[part]).padded
-            left, right = shift_input(x), shift_gradient(self.gradient[part])
             target = None if values is None else values[part].view(-1, rows, columns)
-            product = torch.bmm(left, right.transpose(1, 2), out=target)
+            for first in range(0, self.views, views):
+                x, gradient = self._inputs(part, slice(first, first + views))
+                left, right = shift_input(x), shift_gradient(gradient).transpose(1, 2)
+                if first == 0:
+                    product = torch.bmm(left, right, out=target)
+                else:
+                    product.baddbmm_(left, right)
             yield part, Kernels(product.view(-1, *layout), self.shape, split)
 
+    def _inputs(self, part: slice, views: slice) -> tuple[Tensor, Tensor]:
+        """Some views of some records, `[records, group, channels, views, *]`: inputs, output gradients."""
+        x, gradient = (t.unflatten(0, (self.batch, self.views))[part, views] for t in (self.x, self.gradient))
+        if not self._zeros:
+            x = replace(self, x=x.flatten(0, 1)).padded.unflatten(0, x.shape[:2])
+        x, gradient = (t.unflatten(2, (self.groups, -1)).movedim(1, 3) for t in (x, gradient))
+        return x, gradient
+
     def _shifts(self, buffer: Tensor, gradient: bool) -> Callable[[Tensor], Tensor]:
-        """A function of `[records, channels, *]`: at each offset of the axes that shift it, side by side.
+        """A function of `[records, group, channels, views, *]`: at each offset of its axes, side by side.
 
         It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The
         buffer's zeros stay wherever an offset reaches beyond the source, in every call alike.
         """
-        _, groups, offsets, channels, *positions = buffer.shape
+        _, _, offsets, channels, views, *positions = buffer.shape
         source = self.gradient.shape[2:] if gradient else self._reach
+        size = views * math.prod(positions)
         if offsets == 1 and tuple(source) == tuple(positions) and (gradient or not any(self.pads)):
-            return lambda x: x.reshape(-1, channels, math.prod(positions))
+            return lambda x: x.reshape(-1, channels, size)
         own = [range(k) if g == gradient else range(1) for k, g in zip(self.kernel, self.split)]
         moves: list[tuple[Any, Any]] = []
         for index, offset in enumerate(product(*own)):
             places = [self._overlap(axis, delta, gradient) for axis, delta in enumerate(offset)]
             if all(to.start < to.stop for to, _ in places):
                 target, at = ([pair[side] for pair in places] for side in (0, 1))
-                moves.append(((..., index, slice(None), *target), (..., *at)))
+                moves.append(((..., index, slice(None), slice(None), *target), (..., *at)))
 
         def shift(x: Tensor) -> Tensor:
-            x = x.unflatten(1, (groups, channels))
             shifted = buffer[: len(x)]
             for target, at in moves:
                 shifted[target] = x[at]
-            return shifted.view(-1, offsets * channels, math.prod(positions))
+            return shifted.view(-1, offsets * channels, size)
 
         return shift
 
@@ -271,7 +304,7 @@ class Correlation(PerSampleGradient):
         return slice(low, high), slice(low * stride + shift, (high - 1) * stride + shift + 1, stride)
 
     def _padded_parts(self, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of `step` records with their padded inputs, valid until the next one is asked for.
+        """Slices of `step` inputs with their padded maps, valid until the next one is asked for.
 
         Zeros are written once into one small buffer: a padded copy of the whole batch would cost more in
         fresh memory than the products that read it.
@@ -280,8 +313,8 @@ class Correlation(PerSampleGradient):
         if zeros:
             buffer = self.x.new_zeros(step, self.x.shape[1], *self.padded_grid)
             inside = tuple(slice(p, p + n) for p, n in zip(self.pads[-2::-2], self.x.shape[2:]))
-        for start in range(0, self.batch, step):
-            part = slice(start, min(start + step, self.batch))
+        for start in range(0, len(self.x), step):
+            part = slice(start, min(start + step, len(self.x)))
             if zeros:
                 padded = buffer[: part.stop - part.start]
                 padded[(slice(None), slice(None), *inside)] = self.x[part]
@@ -325,13 +358,12 @@ class Correlation(PerSampleGradient):
         along: added to a result, it keeps this from falling short of the truth.
         """
         channels, outputs = self.shape[1], self.shape[0] // self.groups
-        area, out = math.prod(self.padded_grid), self.gradient.shape[2:]
-        positions = math.prod(out)
-        step = max(1, CHUNK // (area * area * self.groups))
-        for part, padded in self._padded_parts(step):
-            x, x_size = unit(padded.reshape(-1, channels, area))
-            g, g_size = unit(self.gradient[part].reshape(-1, outputs, positions))
-            gram = (x.transpose(1, 2) @ x).view(-1, *self.padded_grid, *self.padded_grid)
+        maps, out = (self.views, *self.padded_grid), (self.views, *self.gradient.shape[2:])
+        step = max(1, CHUNK // (math.prod(maps) ** 2 * self.groups))
+        for part, padded in self._padded_parts(step * self.views):
+            x, x_size = unit(self._side_by_side(padded, channels))
+            g, g_size = unit(self._side_by_side(self.gradient[part], outputs))
+            gram = (x.transpose(1, 2) @ x).view(-1, *maps, *maps)
             right = (g.transpose(1, 2) @ g).flatten(1)
             columns, largest = [], torch.zeros((), device=x.device)
             for members in pairs:
@@ -345,10 +377,15 @@ class Correlation(PerSampleGradient):
             sums = (torch.stack(columns, 1) * scale).view(-1, self.groups, len(columns)).sum(1)
             yield sums
 
+    def _side_by_side(self, maps: Tensor, channels: int) -> Tensor:
+        """`[b · v, group · channels, *]` → `[b · group, channels, v · positions]`."""
+        apart = maps.reshape(-1, self.views, self.groups, channels, math.prod(maps.shape[2:]))
+        return apart.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(2)
+
     def _places(self, offset: tuple[int, ...]) -> list[slice]:
-        """Where the padded input meets the kernel's `offset`, over all output positions."""
+        """Where the padded inputs meet the kernel's `offset`, over all views and output positions."""
         geometry = zip(offset, self.stride, self.dilation, self.gradient.shape[2:])
-        return [slice(j * d, j * d + s * (n - 1) + 1, s) for j, s, d, n in geometry]
+        return [slice(None), *(slice(j * d, j * d + s * (n - 1) + 1, s) for j, s, d, n in geometry)]
 
     # The paper's reading: the spectrum over the whole padded input, of which the kernel is a crop.
 
@@ -372,7 +409,7 @@ class Correlation(PerSampleGradient):
 
     def padded_sum(self, factors: Tensor) -> Tensor:
         """`[o, c, *half]`: Σ_b factors_b · spectrum_b, over the half of the padded grid that says it all."""
-        scaled = replace(self, gradient=self.gradient * factors.view(-1, *[1] * (self.gradient.dim() - 1)))
+        scaled = replace(self, gradient=self._scaled(factors))
         total = scaled._padded_product("bgc...,bgo...->goc...").flatten(0, 1)
         return total[..., : self.padded_grid[-1] // 2 + 1]
 
@@ -390,6 +427,7 @@ class Geometry:
     axes: tuple[tuple[int, int, int], ...]  # kernel, stride and input of each axis
     out: tuple[int, ...]
     area: int  # positions of the padded input
+    views: int = 1
 
     def offsets(self, split: tuple[bool, ...]) -> tuple[int, int]:
         """Kernel offsets that shift the input, and those that shift the output gradient."""
@@ -411,7 +449,8 @@ class Geometry:
         inner, outer = self.offsets(split)
         rows, columns = self.channels * inner, self.outputs * outer
         copied = rows * (inner > 1) + columns * (outer > 1)
-        return math.prod(self.positions(split)) * (rows * columns / 40 + copied / 1.5) + rows * columns
+        positions = self.views * math.prod(self.positions(split))
+        return positions * (rows * columns / 40 + copied / 1.5) + rows * columns
 
 
 @lru_cache(maxsize=1024)
@@ -428,8 +467,8 @@ def _prefer_gram(geometry: Geometry, spectral: bool = False) -> bool:
 
     `spectral` asks for energies by frequency, which take a window for each pair of kernel offsets.
     """
-    size, positions = math.prod(k for k, _, _ in geometry.axes), math.prod(geometry.out)
-    channels, outputs, area = geometry.channels, geometry.outputs, geometry.area
+    size, positions = math.prod(k for k, _, _ in geometry.axes), geometry.views * math.prod(geometry.out)
+    channels, outputs, area = geometry.channels, geometry.outputs, geometry.views * geometry.area
     kernels = geometry.cost(_cheapest_split(geometry))
     windows = (size * (size + 1) / 2 + 2 * size) if spectral else size
     gram = (area**2 * channels + positions**2 * outputs) / 40 + 1.2 * windows * positions**2

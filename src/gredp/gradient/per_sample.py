@@ -84,6 +84,10 @@ class PerSampleGradient(ABC):
         """`[*shape]`: Σ_b factors_b · gradient_b."""
         return torch.tensordot(factors, self.dense(), 1)
 
+    def folded(self, views: int) -> "PerSampleGradient":
+        """Rows of `views` inputs that are one record's become one row, their sum: views first, clip after."""
+        return Dense(_add_views(self.dense(), views), self.grid_axes)
+
     def keep(self, mask: Tensor) -> "PerSampleGradient":
         """The same with the records outside `mask` set to zero, infinities and NaN included."""
         changed = {}
@@ -174,15 +178,38 @@ class Outer(PerSampleGradient):
         return (total + margin) * (sizes[0] * sizes[1]).square()
 
     def grid_energy(self) -> Tensor:
-        if self.left.shape[1] == 1:
+        positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]
+        if positions == 1:
             right = whole_energy(square_modulus(half_fft(self.right[:, 0], 1)), self.right.shape[2:])
             return squares(self.left)[:, None] * right
-        size = self.left.shape[2] * self.right.shape[2]
-        return torch.cat([grid_energy(c.dense(), 1) for _, c in self._chunks(size)])
+        if positions * (o + i) < o * i:
+            return torch.cat([c._gram_energy() for _, c in self._chunks(positions * (o + 2 * i))])
+        return torch.cat([grid_energy(c.dense(), 1) for _, c in self._chunks(o * i)])
+
+    def _gram_energy(self) -> Tensor:
+        """Σ_ts (l_t·l_s) conj(r̂_t[k]) r̂_s[k] for each k: a Gram matrix and the spectra of the inputs.
+
+        Sums cancel as they do in `_gram_norm`, and get the same kind of allowance.
+        """
+        (left, left_size), (right, right_size) = unit(self.left), unit(self.right)
+        gram = left @ left.transpose(1, 2)
+        spectra = half_fft(right, 1)
+        parts = torch.view_as_real(spectra).flatten(2)  # [b, t, half · 2]
+        products = (parts * (gram @ parts)).unflatten(2, (-1, 2))
+        energy = products.sum((1, 3), dtype=torch.float64).clamp(min=0)
+        own = square_modulus(spectra).sum(1)
+        # A transform rounds each coefficient in proportion to all of them, so their mean counts too.
+        margin = squares(gram).sqrt()[:, None] * (own + own.mean(1, keepdim=True))
+        energy = (energy + margin * GRAM_ROUNDING[self.dtype]) * (left_size * right_size).square()[:, None]
+        return whole_energy(energy, self.right.shape[2:])
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         left = self.left * factors[:, None, None]
         return left.flatten(0, 1).t() @ self.right.flatten(0, 1)
+
+    def folded(self, views: int) -> "Outer":
+        """Views are further positions."""
+        return Outer(_join_views(self.left, views), _join_views(self.right, views))
 
     def _chunks(self, size: int) -> Iterator[tuple[slice, "Outer"]]:
         for part in _parts(self.batch, size):
@@ -208,17 +235,29 @@ class Circulant(PerSampleGradient):
     def _spectra(self) -> tuple[Tensor, Tensor]:
         return half_fft(self.left, 1), half_fft(self.right, 1)
 
-    def dense(self) -> Tensor:
+    def _product(self) -> Tensor:
+        """`[b, p, q, half]`."""
         left, right = self._spectra()
-        product = torch.einsum("btpk,btqk->bpqk", left, right.conj())
-        return half_ifft(product * math.sqrt(self.length), 1, self.length)
+        return torch.einsum("btpk,btqk->bpqk", left, right.conj()) * math.sqrt(self.length)
+
+    def dense(self) -> Tensor:
+        return half_ifft(self._product(), 1, self.length)
+
+    def folded(self, views: int) -> "Circulant":
+        return Circulant(_join_views(self.left, views), _join_views(self.right, views))
 
     def squared_norm(self) -> Tensor:
         return self.grid_energy().sum(1)
 
     def grid_energy(self) -> Tensor:
         if self.left.shape[1] != 1:
-            return grid_energy(self.dense(), 1)
+            size = self.left.shape[2] * self.right.shape[2] * self.length
+            parts = (
+                replace(self, left=self.left[part], right=self.right[part])
+                for part in _parts(self.batch, size)
+            )
+            energy = torch.cat([square_modulus(part._product()).sum((1, 2)) for part in parts])
+            return whole_energy(energy, (self.length,))
         # Parseval: the sums over blocks part, so O(p + q) instead of O(pq) for each frequency
         left, right = (square_modulus(m).sum((1, 2)) for m in self._spectra())
         return whole_energy(left * right * self.length, (self.length,))
@@ -248,6 +287,10 @@ class Lookup(PerSampleGradient):
         b, t, i = self.gradient.shape
         out = self.gradient.new_zeros(b, self.rows, i)
         return out.scatter_add_(1, self.ids[..., None].expand(b, t, i), self.gradient)
+
+    def folded(self, views: int) -> "Lookup":
+        ids, gradient = _join_views(self.ids, views), _join_views(self.gradient, views)
+        return Lookup(ids, gradient, self.rows)
 
     def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> PerSampleGradient:
         """Positions with the same row added up at the first of them, after which every row stands alone."""
@@ -284,6 +327,16 @@ def unit(m: Tensor) -> tuple[Tensor, Tensor]:
     return m / size.view(-1, *[1] * (m.dim() - 1)), size.double()
 
 
+def _add_views(rows: Tensor, views: int) -> Tensor:
+    """`[b · views, *]` → `[b, *]`, added up."""
+    return rows.reshape(rows.shape[0] // views, views, *rows.shape[1:]).sum(1)
+
+
+def _join_views(rows: Tensor, views: int) -> Tensor:
+    """`[b · views, t, *]` → `[b, views · t, *]`."""
+    return rows.reshape(rows.shape[0] // views, views * rows.shape[1], *rows.shape[2:])
+
+
 def _parts(batch: int, size: int) -> Iterator[slice]:
     """Slices of the batch with at most CHUNK elements, `size` to a record; at least one record, one slice."""
     step = max(1, CHUNK // max(size, 1))
@@ -305,8 +358,8 @@ def add(first: PerSampleGradient, second: PerSampleGradient, grid_axes: int) -> 
 class PerSampleSpectra:
     """Stage 1: one physical batch, every block of every record, not yet clipped.
 
-    `scale` turns the stored gradients into those of each record's own loss (the batch size where the
-    loss was a mean).
+    `scale` turns the stored gradients into those of each record's own loss, the mean over its views (the
+    number of records where the loss was a mean over all inputs).
     """
 
     gradients: Mapping[str, PerSampleGradient]

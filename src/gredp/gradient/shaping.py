@@ -42,7 +42,8 @@ class LearnedShape:
         self.sizes = torch.cat([view.group_sizes for view in views.values()])
         self.expected_batch_size = expected_batch_size
         self.total = torch.zeros(len(self.sizes), dtype=torch.float64)
-        self.releases = 0
+        #: releases in `total`, and the variance of their noise, both faded as they are
+        self.weight = self.variance = 0.0
         self._squared = torch.ones(len(self.sizes), dtype=torch.float64)
         self._precondition = torch.ones(len(self.sizes), dtype=torch.float64)
 
@@ -58,32 +59,44 @@ class LearnedShape:
 
     def state(self) -> dict[str, Tensor]:
         """All that was learned, for a checkpoint; every number of it was released."""
-        releases = torch.tensor(self.releases)
         return {
             "total": self.total,
-            "releases": releases,
+            "of_releases": torch.tensor([self.weight, self.variance], dtype=torch.float64),
             "squared": self._squared,
             "precondition": self._precondition,
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.total, self.releases = state["total"].clone(), int(state["releases"])
+        self.total = state["total"].clone()
+        self.weight, self.variance = state["of_releases"].tolist()
         self._squared, self._precondition = state["squared"].clone(), state["precondition"].clone()
 
     def learn(self, noisy_shares: Tensor, noise_std: float) -> None:
         """Take in one release and set the weights of the next step."""
-        self.total += noisy_shares.double().cpu()
-        self.releases += 1
-        mean = self.total / (self.releases * self.expected_batch_size)
+        window = self.shaping.window
+        faded = 1 - 1 / window if window else 1.0
+        self.total = faded * self.total + noisy_shares.double().cpu()
+        self.weight = faded * self.weight + 1
+        self.variance = faded**2 * self.variance + noise_std**2
+        mean = self.total / (self.weight * self.expected_batch_size)
         # Shares below the noise of their own mean are not known to be smaller than it; a fiftieth of an
         # even share is the other floor, without which an empty group would take all the weight.
-        noise = noise_std / (self.expected_batch_size * math.sqrt(self.releases))
+        noise = math.sqrt(self.variance) / (self.weight * self.expected_batch_size)
         floor = max(noise, 0.02 / math.sqrt(len(mean)))
         share = mean.clamp(min=floor)
         energy = share.square() / self.sizes  # mean energy of one coefficient
-        self._squared = _normalised(energy.pow(-self.shaping.exponent), share.square())
+        self._squared = self._normalised(energy.pow(-self.shaping.exponent), share.square())
         update = energy.pow(-self.shaping.preconditioner)
-        self._precondition = _normalised(update.square(), share.square()).sqrt()
+        self._precondition = self._normalised(update.square(), share.square()).sqrt()
+
+    def _normalised(self, weights: Tensor, energy: Tensor) -> Tensor:
+        """Scaled so that the mean record keeps its norm, and with frequencies alone each of its layers.
+
+        So the clipping norm means the same for any shape, and the learning rate for any preconditioner.
+        """
+        counts = self.counts if self.shaping.groups == "frequency" else [len(self.sizes)]
+        pairs = zip(weights.split(counts), energy.split(counts))
+        return torch.cat([w * (e.sum() / (w * e).sum()) for w, e in pairs])
 
 
 def relative_noise_energy(sizes: Tensor, squared_weights: Tensor, energies: Tensor) -> float:
@@ -94,8 +107,3 @@ def relative_noise_energy(sizes: Tensor, squared_weights: Tensor, energies: Tens
     """
     n, w2, e = sizes.double(), squared_weights.double(), energies.double()
     return float((n / w2).sum() * (w2 * e).sum() / (n.sum() * e.sum()))
-
-
-def _normalised(weights: Tensor, energy: Tensor) -> Tensor:
-    """Scaled so that the mean record keeps its norm: the clipping norm means the same for any shape."""
-    return weights * (energy.sum() / (weights * energy).sum())

@@ -93,6 +93,6 @@ def _view(block: Block, plan: StepPlan) -> BlockView:
         # A bias has no frequencies to speak of: neighbouring units are no neighbours.
         ratio = plan.keep_ratio if len(block.shape) > 1 else 1.0
         return BlockView(block, padded, low_band(block.grid, ratio).long())
-    if plan.shaping is not None and len(block.shape) > 1:
+    if plan.shaping is not None and plan.shaping.groups != "layer" and len(block.shape) > 1:
         return BlockView(block, padded, frequency_groups(block.grid, plan.shaping.bands))
     return BlockView(block, padded)  # one group: white within the block

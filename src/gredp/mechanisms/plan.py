@@ -16,6 +16,7 @@ from gredp.privacy.certificate import Block, Certificate, Release, real_part_var
 Transform = Literal["none", "kernel", "padded"]
 Needs = Literal["norms", "spectra", "inputs"]
 Blocks = tuple[Block, ...]
+Groups = Literal["both", "layer", "frequency"]
 Clipping = Literal["flat", "per_layer", "layer_wise", "automatic"]
 
 
@@ -36,12 +37,18 @@ class Shaping:
     `exponent` γ sets the weights w² ∝ m^(−γ) from the learned energies m, `preconditioner` the
     exponent of the update P = m^(−γ′). `energy_noise` is the multiplier of the energy query relative
     to the gradient's. `bands` is the most frequency groups that one block is cut into.
+
+    `groups` is what may differ in weight: layers against each other, frequencies within each layer, or
+    both. `window` is over how many releases the energies are averaged, older ones fading exponentially;
+    0 is over all of them.
     """
 
     exponent: float = 0.5
     preconditioner: float = 0.0
     energy_noise: float = 10.0
     bands: int = 16
+    groups: Groups = "both"
+    window: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.exponent <= 1 or not 0 <= self.preconditioner <= 1:
@@ -52,6 +59,10 @@ class Shaping:
             raise GredpError(
                 f"shaping needs energy_noise > 0 and bands ≥ 1, not {self.energy_noise} and {self.bands}"
             )
+        if self.groups not in get_args(Groups):
+            raise GredpError(f"unknown groups {self.groups!r}: choose one of {', '.join(get_args(Groups))}")
+        if not self.window >= 0 or self.window != int(self.window):
+            raise GredpError(f"the window must be a whole number of releases, or 0, not {self.window}")
 
 
 @dataclass(frozen=True)

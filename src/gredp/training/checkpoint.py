@@ -28,6 +28,7 @@ def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
         "max_grad_norm": optimizer.max_grad_norm,
         "expected_batch_size": optimizer.expected_batch_size,
         "loss_reduction": optimizer.loss_reduction,
+        "views": optimizer.capture.views,
         "processes": world_size(),
         "plan": asdict(optimizer.private_step.plan),
     }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from gredp.data import Splits, hold_out, load
+from gredp.data.augment import DRAWS, augmented
 from gredp.data.datasets import Stored
 from gredp.distributed import from_first, largest, process_group, rank, refuse_differences, world_size
 from gredp.engine import PrivacyEngine
@@ -97,11 +98,13 @@ def as_they_are(x: Tensor) -> Tensor:
 
 
 class Records(Dataset[tuple[Tensor, Tensor]]):
-    """Training records, pixels centred as they are read; a batch is read at once."""
+    """Training records, pixels centred as they are read; a batch is read at once. `views` draws one anew."""
 
-    def __init__(self, data: Splits) -> None:
+    def __init__(self, data: Splits, views: Secret | None = None) -> None:
         self.x, self.y = data.x_train, data.y_train
         self.prepare = as_they_are if data.features else centred
+        self.views = views
+        self._asked = 0
 
     def __len__(self) -> int:
         return len(self.y)
@@ -110,7 +113,12 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.prepare(self.x[indices]), self.y[indices]))
+        x = self.prepare(self.x[indices])
+        if self.views is not None:
+            self._asked += 1
+            draws = self.views.uniform(DRAWS * len(indices), "views", self._asked)
+            x = augmented(x, draws.view(-1, DRAWS))
+        return list(zip(x, self.y[indices]))
 
 
 def accuracy(
@@ -223,7 +231,10 @@ def _session(
     model, private, loader = make(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(Records(data), batch_size=settings.batch_size),
+        data_loader=DataLoader(
+            Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
+        ),
+        views=max(1, settings.augment),
         max_grad_norm=settings.clip_norm,
         method=settings.method,
         noise=settings.noise,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from gredp.errors import GredpError
+from gredp.mechanisms.plan import Groups
 from gredp.mechanisms.select import Claim, Method, Noise, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
@@ -51,13 +52,23 @@ class TrainSettings:
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
+    exponent: float = 0.5
+    """of shaped noise: weights w² ∝ m^(−exponent) from the learned energies m; 0 is white"""
+    preconditioner: float = 0.0
+    """of shaped noise: the update is multiplied by m^(−preconditioner), and its size kept"""
+    groups: Groups = "both"
+    """of shaped noise: what may differ in weight, layers, frequencies within a layer, or both"""
+    window: int = 0
+    """of shaped noise: releases over which the energies are averaged; 0 is all of them"""
     lr: float = 0.1
     momentum: float = 0.9
     validation: int = 0
     """hold out this many of the last training records and report accuracy on them instead of the test set, to
     choose settings by; they are not private in that run"""
+    augment: int = 0
+    """random views of each record, averaged before the clip: shifts, and flips of colour images; 0 is none"""
     max_physical_batch_size: int = 512
-    """records in memory at once; the result does not depend on it"""
+    """inputs in memory at once; the result does not depend on it"""
     seed: int = 0
     """for initialisation only; noise and sampling are always secret"""
     insecure_seed: int | None = None
@@ -93,7 +104,12 @@ class TrainSettings:
 
     def options(self) -> dict[str, Any]:
         """Options of the mechanism beyond those every method has."""
-        return {"filter_ratio": self.filter_ratio} if self.method == "spectral_dp" else {}
+        names: tuple[str, ...] = ()
+        if self.method == "spectral_dp":
+            names = ("filter_ratio",)
+        elif self.noise == "shaped":
+            names = ("exponent", "preconditioner", "groups", "window")
+        return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
         """Refuse what can be refused without data."""
@@ -119,6 +135,12 @@ class TrainSettings:
         if self.validation < 0:
             raise GredpError(f"--validation must be 0 or more, not {self.validation}")
         self._check_transfer()
+        if self.augment < 0:
+            raise GredpError(f"--augment must be 0 or more views, not {self.augment}")
+        if self.augment and self.pretrained is not None:
+            raise GredpError(
+                "--augment draws views of images, and --pretrained computes features once: choose one"
+            )
         if self.block is not None and self.block < 0:
             raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
         if not self.checkpoint_seconds >= 0:
