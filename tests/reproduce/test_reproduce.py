@@ -21,7 +21,16 @@ from gredp.reproduce.runner import record_file, run_cells
 from gredp.reproduce.tables import HEADER, lines, paper_figure
 from gredp.training.settings import TrainSettings
 
-TARGETS = ("table1", "table3", "figure-epsilon", "figure-dynamics", "ablation-batch", "ablation-lr", "all")
+TARGETS = (
+    "table1",
+    "tuning",
+    "table3",
+    "figure-epsilon",
+    "figure-dynamics",
+    "ablation-batch",
+    "ablation-lr",
+    "all",
+)
 
 
 @pytest.mark.parametrize("scale", ["smoke", "quick", "full"])
@@ -75,11 +84,15 @@ def test_the_papers_figures_stand_beside_the_right_cells():
     assert CLIPPING["model3"][1.0] == model3["gredp-claimed"]
 
 
-def test_smoke_runs_once_and_shows_claimed_beside_proven(tmp_path, monkeypatch, capsys):
+SOME = ("plain", "gredp-claimed", "gredp")
+
+
+@pytest.mark.parametrize("only", [SOME, pytest.param((), marks=pytest.mark.slow)])
+def test_smoke_runs_once_and_shows_claimed_beside_proven(only, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run_reproduce(ReproduceSettings("table1", workers=2))
+    run_reproduce(ReproduceSettings("table1", only=only, workers=2))
     found = lines(cells("table1", "smoke"), Path("reproduction"))
-    assert [line.cell.row for line in found] == list(ROWS)
+    assert [line.cell.row for line in found] == list(only or ROWS)
     by_row = {line.cell.row: line for line in found}
     assert by_row["plain"].mean > 90
     assert by_row["gredp"].proven <= 2.0 < by_row["gredp-claimed"].proven
@@ -88,16 +101,19 @@ def test_smoke_runs_once_and_shows_claimed_beside_proven(tmp_path, monkeypatch, 
         shown = dict(zip(HEADER, line.shown()))
         assert shown["proven ε"]
         assert shown["claimed ε"] == "–" or float(shown["proven ε"]) > 0
+        if line.cell.row != "plain":
+            bound = line.records[0]["audit"]["epsilon"]
+            assert 0 < bound <= line.proven
     assert "GReDP" in capsys.readouterr().out
     records = sorted(Path("reproduction").glob("*.json"))
-    assert len(records) == 6
+    assert len(records) == len(only or ROWS)
     for path in records:
         text = path.read_text()
         assert str(tmp_path) not in text
         assert "loss" not in text.replace("steps_lost", "")
         assert json.loads(text)["command"].startswith("gredp train --dataset digits")
     before = [path.stat().st_mtime_ns for path in records]
-    run_reproduce(ReproduceSettings("table1", workers=2))
+    run_reproduce(ReproduceSettings("table1", only=only, workers=2))
     assert [path.stat().st_mtime_ns for path in records] == before
 
 
@@ -128,7 +144,7 @@ def test_a_cell_that_fails_is_named_in_one_line(tmp_path):
     with pytest.raises(
         GredpError, match=r"mnist-lenet5-dpsgd-eps1-1epochs-seed0 failed: gredp: .*is not there"
     ):
-        run_cells([cell], tmp_path / "r", tmp_path / "w", 1, str(tmp_path), lambda *a: None)
+        run_cells([cell], tmp_path / "r", tmp_path / "w", 1, {"data-dir": str(tmp_path)}, lambda *a: None)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +153,8 @@ def test_a_cell_that_fails_is_named_in_one_line(tmp_path):
         (ReproduceSettings("table1", only=("vgg",)), "--only knows"),
         (ReproduceSettings("table1", seeds=0), "--seeds must be at least 1"),
         (ReproduceSettings("table1", workers=0), "--workers must be at least 1"),
+        (ReproduceSettings("table2"), "no smoke scale"),
+        (ReproduceSettings("table2", scale="quick"), "needs --pretrained"),
     ],
 )
 def test_mistakes_are_refused(settings, message, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Cells: one training run each, written as the `gredp train` command that repeats it. No torch."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
@@ -17,6 +17,7 @@ Target = Literal[
     "figure-dynamics",
     "ablation-batch",
     "ablation-lr",
+    "tuning",
     "theorems",
     "all",
 ]
@@ -40,10 +41,23 @@ CLIP_NORMS = (0.1, 1.0)
 EPOCHS = {"smoke": 10, "quick": 8, "full": 30}
 SEEDS = {"smoke": 1, "quick": 1, "full": 3}
 
+#: per network, settings for the noise that is really there, the best of the cells of `tuning`
+TUNED: dict[str, dict[str, object]] = {}
+#: what `tuning` tries for it, on training records held out; the test set is not looked at
+TRIED: dict[str, dict[str, tuple[object, ...]]] = {
+    "lenet5": {"batch_size": (500, 2000), "lr": (0.03, 0.1, 0.3)},
+    "lenet-small": {"batch_size": (192,), "lr": (0.1, 0.3)},
+}
+HELD_OUT = {"lenet5": 10_000, "lenet-small": 300}
+TUNED_EPOCHS = 15
+#: networks of Table 2 by data set; they need `--pretrained`
+TRANSFERRED = tuple(product(("cifar10", "cifar100"), ("resnet18-1conv", "resnet18-2conv")))
+
 #: the paper's settings; it does not state the momentum (0.9 in the public code of Spectral-DP)
 PAPER = {"batch_size": 500, "lr": 0.01, "momentum": 0.9, "clip_norm": 1.0, "delta": 1e-5}
 #: seconds of one thread for a thousand records, about: for the time left
-COST = {"lenet5": 0.16, "model3": 4.0, "resnet20": 5.9, "alexnet": 5.0, "alexnet-half": 1.7}
+COST = {"lenet5": 0.16, "model3": 4.0, "resnet20": 5.9, "alexnet": 5.0, "alexnet-half": 3.5}
+COST |= {"resnet18-1conv": 2.5, "resnet18-2conv": 4.0}
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,11 @@ class Cell:
             **self.settings,
         }
         return [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+    @property
+    def transferred(self) -> bool:
+        """Whether it trains the last layers of a pretrained network, from a file that the user brings."""
+        return self.model.startswith("resnet18-")
 
     @property
     def work(self) -> float:
@@ -129,6 +148,27 @@ class Plan:
         for seed in range(self.seeds):
             for network, headline in self.networks.items():
                 yield from (self.cell(network, row, headline, seed) for row in self.rows(ROWS))
+                if network in TUNED:
+                    yield from self.tuned(network, TUNED[network], seed)
+
+    def tuned(self, network: str, settings: dict[str, object], seed: int = 0) -> Iterator[Cell]:
+        for row in self.rows(("dpsgd", "gredp", "shaped")):
+            cell = self.cell(network, row, self.networks[network], seed, clipping="automatic", **settings)
+            yield replace(cell, epochs=TUNED_EPOCHS)
+
+    def tuning(self) -> Iterator[Cell]:
+        for network in TRIED.keys() & self.networks.keys():
+            for values in product(*TRIED[network].values()):
+                settings = dict(zip(TRIED[network], values)) | {"validation": HELD_OUT[network]}
+                yield from (c for c in self.tuned(network, settings) if c.row == "gredp")
+
+    def table2(self) -> Iterator[Cell]:
+        if self.scale == "smoke":
+            return
+        for epsilon in (2.0,) if self.scale == "quick" else (2.0, 1.0, 0.5):
+            for (dataset, network), row in product(TRANSFERRED, self.rows(ROWS)):
+                if self._wanted(network) and (row != "plain" or epsilon == 2.0):
+                    yield Cell(dataset, network, row, epsilon, EPOCHS[self.scale], 0, {"lr": 0.001})
 
     def table3(self) -> Iterator[Cell]:
         for network, row in product(self.networks, self.rows(BOTH)):
@@ -153,18 +193,21 @@ class Plan:
 def cells(target: Target, scale: Scale, seeds: int | None = None, only: tuple[str, ...] = ()) -> list[Cell]:
     """All runs behind `target`, each once, the headlines first."""
     plan = Plan(scale, SEEDS[scale] if seeds is None else seeds, only)
-    unknown = set(only) - set(ROWS) - set(HEADLINE) - {"lenet-small"}
+    networks = [*HEADLINE, "lenet-small", *dict.fromkeys(network for _, network in TRANSFERRED)]
+    unknown = set(only) - set(ROWS) - set(networks)
     if unknown:
-        names = ", ".join([*HEADLINE, *ROWS])
+        names = ", ".join([*networks, *ROWS])
         raise GredpError(f"--only knows networks and rows ({names}), not {', '.join(sorted(unknown))}")
     sizes = (64, 128, 256, 512) if scale == "smoke" else BATCH_SIZES
     found = {
         "table1": plan.table1(),
+        "table2": plan.table2(),
         "figure-epsilon": plan.figure_epsilon(),
         "figure-dynamics": plan.figure_dynamics(),
         "table3": plan.table3(),
         "ablation-batch": plan.ablation("batch_size", sizes),
         "ablation-lr": plan.ablation("lr", LEARNING_RATES),
+        "tuning": plan.tuning(),
     }
     chosen = found.values() if target == "all" else [found.get(target, iter(()))]
     return list({cell.name: cell for part in chosen for cell in part}.values())

@@ -1,6 +1,7 @@
 """`gredp reproduce`: runs the cells behind a table or figure of the paper and shows them. No torch."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, get_args
 import tyro
 
 from gredp.errors import GredpError
-from gredp.reproduce.cells import Scale, Target, cells
+from gredp.reproduce.cells import Cell, Scale, Target, cells
 from gredp.reproduce.runner import run_cells
 
 
@@ -33,6 +34,8 @@ class ReproduceSettings:
     """processes at once; by default one for each core"""
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
+    pretrained: str | None = None
+    """for table2: weights of a ResNet-18 trained on public data, safetensors with torchvision's names"""
 
 
 def run_reproduce(settings: ReproduceSettings) -> None:
@@ -42,9 +45,32 @@ def run_reproduce(settings: ReproduceSettings) -> None:
     wanted = cells(settings.target, settings.scale, settings.seeds, settings.only)
     workers = settings.workers or len(os.sched_getaffinity(0))
     out, runs = Path(settings.out), Path(settings.runs)
-    with _Bar() as watch:
-        run_cells(wanted, out, runs, workers, settings.data_dir, watch)
+    if settings.pretrained is None and any(cell.transferred for cell in wanted):
+        if settings.target == "table2":
+            raise GredpError("table2 needs --pretrained, the weights of a ResNet-18 trained on public data")
+        print("table2 is left out: it needs --pretrained", file=sys.stderr)
+        wanted = [cell for cell in wanted if not cell.transferred]
+    given = {"data-dir": settings.data_dir, "pretrained": settings.pretrained}
+    places = {option: path for option, path in given.items() if path is not None}
+    if wanted:
+        with _Bar() as watch:
+            run_cells(wanted, out, runs, workers, places, watch)
+    elif settings.target == "table2":
+        raise GredpError("table2 has no smoke scale: use --scale quick or full")
+    _audit(settings, wanted, out)
     _show(settings, out)
+
+
+def _audit(settings: ReproduceSettings, wanted: list[Cell], out: Path) -> None:
+    from gredp.console import table
+    from gredp.reproduce.audits import audit_cells, audit_theorems
+
+    few = settings.scale == "smoke"
+    audit_cells(wanted, out, plays=200 if few else 1500)
+    if settings.target in ("theorems", "all"):
+        verdicts = audit_theorems(out, trials=1000 if few else 20_000, plays=600 if few else 20_000)
+        rows = [(v["name"], v["says"], v["verdict"], v["holds"]) for v in verdicts]
+        table("theorems", rows, ("statement", "what it says", "verdict", "what holds"))
 
 
 def _show(settings: ReproduceSettings, out: Path) -> None:

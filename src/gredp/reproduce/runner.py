@@ -34,10 +34,10 @@ KEPT = (
     "starts",
     "steps_lost",
     "metrics",
-    "test_accuracy",
     "selection",
     "seconds",
 )
+JUDGED_BY = ("test_accuracy", "validation_accuracy")
 
 
 class Watcher(Protocol):
@@ -63,9 +63,12 @@ def read_record(out: Path, cell: Cell) -> dict[str, Any] | None:
 
 
 def run_cells(
-    cells: Sequence[Cell], out: Path, runs: Path, workers: int, data_dir: str | None, watch: Watcher
+    cells: Sequence[Cell], out: Path, runs: Path, workers: int, places: dict[str, str], watch: Watcher
 ) -> None:
-    """Run all cells that have no record yet; a cell that fails stops the others after a checkpoint."""
+    """Run all cells that have no record yet; a cell that fails stops the others after a checkpoint.
+
+    `places` are options of `gredp train` that name files of this machine; they stay out of the records.
+    """
     waiting = [cell for cell in cells if not record_file(out, cell).exists()]
     total, finished = sum(cell.work for cell in waiting), len(cells) - len(waiting)
     done = 0.0
@@ -74,7 +77,7 @@ def run_cells(
         while waiting or running:
             while waiting and len(running) < workers:
                 cell = waiting.pop(0)
-                running[cell] = _start(cell, runs / cell.name, data_dir, workers)
+                running[cell] = _start(cell, runs / cell.name, places, workers)
             for cell, process in list(running.items()):
                 if process.poll() is None:
                     continue
@@ -86,7 +89,7 @@ def run_cells(
             time.sleep(0.2)
 
 
-def _start(cell: Cell, folder: Path, data_dir: str | None, workers: int) -> "subprocess.Popen[bytes]":
+def _start(cell: Cell, folder: Path, places: dict[str, str], workers: int) -> "subprocess.Popen[bytes]":
     if (folder / FILE).exists():
         told = [] if (folder / "record.json").exists() else ["--resume", str(folder)]
     else:  # a folder without settings is one whose making was interrupted: nothing has been charged
@@ -95,8 +98,9 @@ def _start(cell: Cell, folder: Path, data_dir: str | None, workers: int) -> "sub
         told = [*cell.arguments, "--out", str(folder)]
     if not told:
         return subprocess.Popen([sys.executable, "-c", ""])
-    if data_dir is not None:
-        told += ["--data-dir", data_dir]
+    for option, path in places.items():
+        if option != "pretrained" or cell.transferred:
+            told += [f"--{option}", path]
     threads = {} if workers == 1 else {"OMP_NUM_THREADS": "1"}
     log = folder.parent / f"{cell.name}.log"
     with log.open("ab") as to:
@@ -110,10 +114,11 @@ def _collect(cell: Cell, status: int, out: Path, folder: Path) -> None:
         lines = log.read_text(errors="replace").strip().splitlines() or [f"status {status}"]
         raise GredpError(f"{cell.name} failed: {lines[-1]} (log: {log})")
     found = json.loads((folder / "record.json").read_text())
-    kept = {key: found[key] for key in KEPT}
+    kept = {key: found[key] for key in (*KEPT, *JUDGED_BY) if key in found}
     # The command that repeats the cell, without the folders of the machine it ran on.
-    kept["command"] = " ".join(["gredp train", *cell.arguments])
-    kept["settings"] = {k: v for k, v in kept["settings"].items() if k != "data_dir"}
+    weights = ["--pretrained", "WEIGHTS"] if cell.transferred else []
+    kept["command"] = " ".join(["gredp train", *cell.arguments, *weights])
+    kept["settings"] = {k: v for k, v in kept["settings"].items() if k not in ("data_dir", "pretrained")}
     save(record_file(out, cell), kept | {"cell": cell.name, "row": cell.row})
 
 

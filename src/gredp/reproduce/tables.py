@@ -9,7 +9,7 @@ from typing import Any
 from gredp.privacy.accountant import round_up
 from gredp.reproduce.cells import PAPER, Cell
 from gredp.reproduce.paper import BATCH_SIZE, CLIPPING, FROM_SCRATCH, LEARNING_RATE, TRANSFER
-from gredp.reproduce.runner import read_record
+from gredp.reproduce.runner import JUDGED_BY, read_record
 
 #: how a row is called where people read it
 TITLES = {
@@ -32,7 +32,7 @@ class Line:
 
     @property
     def accuracies(self) -> list[float]:
-        return [100 * record["test_accuracy"] for record in self.records]
+        return [100 * record[key] for record in self.records for key in JUDGED_BY if key in record]
 
     @property
     def mean(self) -> float:
@@ -58,7 +58,7 @@ class Line:
         spread = f" ± {statistics.stdev(self.accuracies):.2f} ({runs})" if runs > 1 else ""
         printed = paper_figure(self.cell)
         private = self.cell.row != "plain"
-        bounds = [record["audited_epsilon"] for record in self.records if "audited_epsilon" in record]
+        bounds = [record["audit"]["epsilon"] for record in self.records if "audit" in record]
         return (
             TITLES[self.cell.row],
             f"{self.cell.epsilon:g}" if private else "",
