@@ -17,6 +17,7 @@ from gredp.mechanisms.select import Claim, Method, Noise
 from gredp.privacy.accountant import AccountantName, epsilon, round_up
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
+from gredp.training.table_defaults import is_table, table_defaults
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,14 @@ class LedgerSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Data sets that are known by name: `gredp data get NAME` fetches one, `gredp data list` verifies all."""
+    """`gredp data get NAME` fetches a known data set, `gredp data list` verifies all that are there, `gredp
+    data schema PUBLIC.csv --label COLUMN` prints the schema of a public table."""
 
-    action: Annotated[Literal["get", "list"], tyro.conf.Positional]
+    action: Annotated[Literal["get", "list", "schema"], tyro.conf.Positional]
     name: Annotated[str | None, tyro.conf.Positional] = None
-    """mnist, fashion-mnist, cifar10 or cifar100"""
+    """mnist, fashion-mnist, cifar10 or cifar100; for schema, the path of a public .csv"""
+    label: str | None = None
+    """for schema: the column to predict"""
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -79,10 +83,13 @@ Command = (
 
 
 def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
-    """`--resume` and `--fork` take the run's settings where the command line says nothing else."""
+    """`--resume` and `--fork` take the run's settings where nothing else is said, tables their own."""
     run = settings.resume or settings.fork
     if run is not None:
         given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
+        settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
+    elif is_table(settings):
+        given = replace(TrainSettings(), **table_defaults(settings))
         settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
     # After a crash `torchrun --max-restarts` repeats the command that began the run: it goes on.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -176,8 +183,15 @@ def run_ledger(settings: LedgerSettings) -> None:
 
 
 def run_data(settings: DataSettings) -> None:
-    if (settings.action == "get") == (settings.name is None):
-        raise GredpError("it is `gredp data get NAME` or `gredp data list`")
+    if (settings.action == "list") == (settings.name is not None):
+        raise GredpError("it is `gredp data get NAME`, `gredp data list` or `gredp data schema PUBLIC.csv`")
+    if settings.action == "schema":
+        if settings.label is None:
+            raise GredpError("`gredp data schema` needs --label, the column to predict")
+        from gredp.data.tables import propose
+
+        print(propose(Path(settings.name or ""), settings.label), end="")
+        return
     from gredp.console import table
     from gredp.data.fetch import get, listing
     from gredp.training.record import dumps

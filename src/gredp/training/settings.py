@@ -26,10 +26,14 @@ class TrainSettings:
     """Train a network privately; without options, a small LeNet on the embedded digits at (2, 1e-5)."""
 
     dataset: str = "digits"
-    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz, or of a
-    folder of .npy files for data larger than memory"""
+    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz or .csv, of a
+    folder train/CLASS, test/CLASS of images, or of .npy files for data larger than memory"""
+    holdout: float | None = None
+    """share of class folders or of a table to keep apart for the test, where there is no test split"""
+    image_size: int | None = None
+    """scale images in class folders to this height and width"""
     model: str | None = None
-    """lenet-small, lenet5, model3, resnet20 or alexnet; by default the one that goes with the data set"""
+    """mlp, lenet-small, lenet5, model3, resnet20, alexnet; by default the one that goes with the data set"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     method: Method = "gredp"
@@ -104,6 +108,10 @@ class TrainSettings:
         ):
             if whole < 1:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
+        if self.holdout is not None and not 0 < self.holdout < 1:
+            raise GredpError(f"--holdout must lie strictly between 0 and 1, not {self.holdout}")
+        if self.image_size is not None and not 1 <= self.image_size <= 4096:
+            raise GredpError(f"--image-size must lie in 1 to 4096, not {self.image_size}")
         if self.block is not None and self.block < 0:
             raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
         if not self.checkpoint_seconds >= 0:
