@@ -18,6 +18,7 @@ from gredp.privacy.accountant import AccountantName, epsilon, round_up
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
 from gredp.training.table_defaults import is_table, table_defaults
+from gredp.training.tune import TuneSettings
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ Command = (
     Annotated[TrainSettings, tyro.conf.subcommand("train", description=TrainSettings.__doc__)]
     | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
     | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
+    | Annotated[TuneSettings, tyro.conf.subcommand("tune", description=TuneSettings.__doc__)]
     | Annotated[DataSettings, tyro.conf.subcommand("data", description=DataSettings.__doc__)]
     | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
 )
@@ -116,6 +118,24 @@ def run_train(settings: TrainSettings) -> None:
         run = train(settings, progress)
     if run.record:
         show_run(run)
+
+
+def run_tune(settings: TuneSettings, arguments: list[str]) -> None:
+    if is_table(settings):
+        given = replace(TuneSettings(), **table_defaults(settings))
+        settings = tyro.cli(TuneSettings, prog="gredp tune", args=arguments[1:], default=given)
+    settings.check()
+    from gredp.console import show_run
+    from gredp.training.record import dumps
+    from gredp.training.tune import tune
+
+    run = tune(settings)
+    if not settings.json:
+        show_run(run)
+        return
+    result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
+    result |= {"test_accuracy": run.record["test_accuracy"], "run": str(run.folder)}
+    print(dumps(result | {"chosen": run.record["tuning"]["chosen"]}))
 
 
 def run_account(settings: AccountSettings) -> None:
@@ -240,7 +260,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     try:
         with handled_by(stop_now), one_line_warnings():
-            if isinstance(settings, TrainSettings):
+            if isinstance(settings, TuneSettings):
+                run_tune(settings, arguments)
+            elif isinstance(settings, TrainSettings):
                 run_train(with_saved(settings, arguments))
             elif isinstance(settings, LedgerSettings):
                 run_ledger(settings)

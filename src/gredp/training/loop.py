@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -110,19 +110,29 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return hits / len(y)
 
 
-def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
+def score(run: Run, data: Splits) -> int:
+    """How many of the test records of `data` the run's model gets right."""
+    told = run.record["settings"]
+    model = build(told["model"], data.input_shape, data.classes, told["block"])
+    load_weights(model, load_file(run.folder / "model.safetensors"))
+    return round(accuracy(model, centred(data.x_test), data.y_test) * len(data.y_test))
+
+
+def train(settings: TrainSettings, progress: Progress | None = None, data: Splits | None = None) -> Run:
     """Train as told, write `record.json` and `model.safetensors`, return the record.
 
     The target ε is a ceiling: a run has a fixed number of steps, each is charged once, and steps that a crash
     lost are not made up for. Of several processes the first one writes and returns it; the others' is empty.
+    `data` take the place of those that the settings name.
     """
     settings.check()
     with process_group():
-        return _train(settings, progress if rank() == 0 else None)
+        if data is None:
+            data = load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
+        return _train(settings, progress if rank() == 0 else None, data)
 
 
-def _train(settings: TrainSettings, progress: Progress | None) -> Run:
-    data = load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
+def _train(settings: TrainSettings, progress: Progress | None, data: Splits) -> Run:
     kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
     refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data)})
     secret = Secret(settings.insecure_seed)
