@@ -290,6 +290,7 @@ def test_photographs_are_turned_as_the_camera_was(tmp_path):
     assert load(str(root)).x_train.shape == (9, 3, 6, 8)
 
 
+@pytest.mark.slow
 def test_class_folders_can_be_trained_on_with_a_share_held_out(tmp_path, capsys):
     root = folders(tmp_path / "pets", "L", (8, 8), splits=("train",))
     for i in range(30):

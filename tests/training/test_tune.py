@@ -10,6 +10,7 @@ from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.selection import selected_epsilon
 from gredp.training import tune as module
+from gredp.training.signals import Stopped
 from gredp.training.tune import TuneSettings, tune
 
 QUICK = {"epochs": 1, "batch_size": 300, "trials": 2.0, "lrs": (1e-6, 0.3), "epsilon": 8.0}
@@ -53,6 +54,7 @@ def test_the_best_trial_is_kept_and_the_epsilon_is_that_of_the_choice(tmp_path, 
         assert not trial.folder.exists()
 
 
+@pytest.mark.slow
 def test_neither_the_number_of_trials_nor_a_loser_is_in_the_record(tmp_path, three_trials):
     run = tune(TuneSettings(**QUICK, out=str(tmp_path / "best")))
     text = json.dumps(run.record)
@@ -65,6 +67,7 @@ def test_neither_the_number_of_trials_nor_a_loser_is_in_the_record(tmp_path, thr
     assert 0.7 * 1438 < sizes.pop() < 0.9 * 1438, "validation records are not trained on"
 
 
+@pytest.mark.slow
 def test_a_trial_that_spends_more_than_promised_releases_nothing(tmp_path, monkeypatch):
     import gredp.training.loop as loop
 
@@ -78,6 +81,22 @@ def test_a_trial_that_spends_more_than_promised_releases_nothing(tmp_path, monke
     monkeypatch.setattr(loop, "train", cheaper)
     with pytest.raises(GredpError, match="nothing is released"):
         tune(TuneSettings(**QUICK, out=str(tmp_path / "best")))
+    assert not (tmp_path / "best").exists()
+
+
+def test_several_processes_and_signals_release_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(GredpError, match="runs in one process"):
+        TuneSettings().check()
+    monkeypatch.delenv("WORLD_SIZE")
+
+    def stopped(*_, **__):
+        raise Stopped(15, " after 3 of 8 steps; go on with: gredp train --resume somewhere")
+
+    monkeypatch.setattr("gredp.training.loop.train", stopped)
+    with pytest.raises(Stopped, match="SIGTERM; nothing was released") as stop:
+        tune(TuneSettings(**QUICK, out=str(tmp_path / "best")))
+    assert stop.value.status == 143
     assert not (tmp_path / "best").exists()
 
 

@@ -5,6 +5,7 @@ and its score are released; the number of trials and all of the others are not, 
 """
 
 import math
+import os
 import tempfile
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,6 +18,7 @@ from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.selection import calibrate_selection, check_trials, draw_trials, selected_epsilon
 from gredp.training.settings import TrainSettings
+from gredp.training.signals import Stopped
 
 if TYPE_CHECKING:
     from gredp.data import Splits
@@ -52,6 +54,8 @@ class TuneSettings(TrainSettings):
             raise GredpError(
                 "a private choice needs private trials: --claim proven and another method than plain"
             )
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise GredpError("gredp tune runs in one process: each of several would draw trials of its own")
         if self.resume or self.fork or self.insecure_seed is not None:
             raise GredpError("gredp tune takes neither --resume, --fork nor --insecure-seed")
         if self.out is not None and Path(self.out).exists():
@@ -139,7 +143,10 @@ def _best(
     for number in range(draw_trials(settings.trials, float(secret.uniform(1, "trials")))):
         place = math.ceil(float(secret.uniform(1, "candidate", number)) * len(candidates)) - 1
         told = replace(_plain(settings), epsilon=target, accountant="rdp", out=str(folder / str(number)))
-        run = train(replace(told, **candidates[place]), data=data)  # type: ignore[arg-type]
+        try:
+            run = train(replace(told, **candidates[place]), data=data)  # type: ignore[arg-type]
+        except Stopped as stop:
+            raise Stopped(stop.status - 128, "; nothing was released, and nothing is kept") from None
         _refuse_other_charges(run.record["ledger"], spent[0])
         source.begin(number + 1)
         noise = float(source.normal((1,), torch.zeros(1, dtype=torch.float64)))
