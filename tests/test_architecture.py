@@ -104,6 +104,7 @@ def test_examples_run(capsys):
         "benchmarks/audit_page.py",
         "benchmarks/cluster_page.py",
         "benchmarks/paper_page.py",
+        "benchmarks/tables.py",
         "tests/faults/record.py",
     ],
 )

@@ -18,6 +18,8 @@ from gredp.privacy.accountant import AccountantName, epsilon, round_up
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
+from gredp.training.table_defaults import is_table, table_defaults
+from gredp.training.tune import TuneSettings
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,14 @@ class LedgerSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Data sets that are known by name: `gredp data get NAME` fetches one, `gredp data list` verifies all."""
+    """`gredp data get NAME` fetches a known data set, `gredp data list` verifies all that are there, `gredp
+    data schema PUBLIC.csv --label COLUMN` prints the schema of a public table."""
 
-    action: Annotated[Literal["get", "list"], tyro.conf.Positional]
+    action: Annotated[Literal["get", "list", "schema"], tyro.conf.Positional]
     name: Annotated[str | None, tyro.conf.Positional] = None
-    """mnist, fashion-mnist, cifar10 or cifar100"""
+    """mnist, fashion-mnist, cifar10 or cifar100; for schema, the path of a public .csv"""
+    label: str | None = None
+    """for schema: the column to predict"""
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -75,16 +80,20 @@ Command = (
     | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
     | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
     | Annotated[ReproduceSettings, tyro.conf.subcommand("reproduce", description=ReproduceSettings.__doc__)]
+    | Annotated[TuneSettings, tyro.conf.subcommand("tune", description=TuneSettings.__doc__)]
     | Annotated[DataSettings, tyro.conf.subcommand("data", description=DataSettings.__doc__)]
     | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
 )
 
 
 def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
-    """`--resume` and `--fork` take the run's settings where the command line says nothing else."""
+    """`--resume` and `--fork` take the run's settings where nothing else is said, tables their own."""
     run = settings.resume or settings.fork
     if run is not None:
         given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
+        settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
+    elif is_table(settings):
+        given = replace(TrainSettings(), **table_defaults(settings))
         settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
     # After a crash `torchrun --max-restarts` repeats the command that began the run: it goes on.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -111,6 +120,24 @@ def run_train(settings: TrainSettings) -> None:
         run = train(settings, progress)
     if run.record:
         show_run(run)
+
+
+def run_tune(settings: TuneSettings, arguments: list[str]) -> None:
+    if is_table(settings):
+        given = replace(TuneSettings(), **table_defaults(settings))
+        settings = tyro.cli(TuneSettings, prog="gredp tune", args=arguments[1:], default=given)
+    settings.check()
+    from gredp.console import show_run
+    from gredp.training.record import dumps
+    from gredp.training.tune import tune
+
+    run = tune(settings)
+    if not settings.json:
+        show_run(run)
+        return
+    result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
+    result |= {"test_accuracy": run.record["test_accuracy"], "run": str(run.folder)}
+    print(dumps(result | {"chosen": run.record["tuning"]["chosen"]}))
 
 
 def run_account(settings: AccountSettings) -> None:
@@ -178,8 +205,15 @@ def run_ledger(settings: LedgerSettings) -> None:
 
 
 def run_data(settings: DataSettings) -> None:
-    if (settings.action == "get") == (settings.name is None):
-        raise GredpError("it is `gredp data get NAME` or `gredp data list`")
+    if (settings.action == "list") == (settings.name is not None):
+        raise GredpError("it is `gredp data get NAME`, `gredp data list` or `gredp data schema PUBLIC.csv`")
+    if settings.action == "schema":
+        if settings.label is None:
+            raise GredpError("`gredp data schema` needs --label, the column to predict")
+        from gredp.data.tables import propose
+
+        print(propose(Path(settings.name or ""), settings.label), end="")
+        return
     from gredp.console import table
     from gredp.data.fetch import get, listing
     from gredp.training.record import dumps
@@ -228,7 +262,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     try:
         with handled_by(stop_now), one_line_warnings():
-            if isinstance(settings, TrainSettings):
+            if isinstance(settings, TuneSettings):
+                run_tune(settings, arguments)
+            elif isinstance(settings, TrainSettings):
                 run_train(with_saved(settings, arguments))
             elif isinstance(settings, LedgerSettings):
                 run_ledger(settings)

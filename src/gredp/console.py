@@ -65,6 +65,9 @@ def show_run(run: "Run") -> None:
     ]
     if record["insecure"]:
         rows.insert(0, ("INSECURE", "noise from --insecure-seed: the ε below holds for nobody who knows it"))
-    if record["steps_lost"]:
+    if "tuning" in record:
+        chosen = ", ".join(f"{name} {value:g}" for name, value in record["tuning"]["chosen"].items())
+        rows.insert(2, ("chosen privately", f"{chosen}; the proven ε covers the choice"))
+    if record.get("steps_lost"):
         rows.insert(-1, ("lost in crashes", f"{record['steps_lost']} steps, charged all the same"))
     table(f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows)

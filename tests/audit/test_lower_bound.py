@@ -28,6 +28,7 @@ def test_no_noise_and_endless_noise():
     assert optimistic_epsilon(1e7, 0.1, 10, 1e-5) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "noise", "clipping", "unit"),
     [
@@ -43,6 +44,7 @@ def test_the_bound_lies_below_the_proven_epsilon_and_near_it(method, noise, clip
     assert unit <= found.multiplier_upper < 1.6 * unit
 
 
+@pytest.mark.slow
 def test_the_papers_claim_is_passed_at_the_noise_of_algorithm_2():
     """At the same σ the paper counts z = σ; two layers with noise of half the variance leave σ/2."""
     found = audited_lower_bound("gredp", claim="paper", sigma=1.0, plays=200, **RUN)

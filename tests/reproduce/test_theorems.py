@@ -123,6 +123,7 @@ def test_noise_of_another_shape_is_found():
     assert covariance_p_value(rng.choice([-1.0, 1.0], size=(1500, 8)), np.eye(8), axes((8,))) < 1e-6
 
 
+@pytest.mark.slow
 def test_planted_noise_changes_the_verdict(monkeypatch):
     right = BlockView.noise_parts
     monkeypatch.setattr(BlockView, "noise_parts", lambda view, a, b: 0.9 * right(view, a, b))

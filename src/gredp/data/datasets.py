@@ -2,8 +2,8 @@
 
 A file is a NumPy archive `NAME.npz` with uint8 images `x_train`, `x_test` ([n, height, width] or [n,
 height, width, channels]) and labels `y_train`, `y_test`. A folder with the same four arrays as `.npy` files
-is for data larger than memory: its training images stay on the disk and are read as they are drawn. Nothing
-that could run code is ever loaded.
+is for data larger than memory: its training images stay on the disk and are read as they are drawn. Images in
+class folders are read by `images.py`, tables by `tables.py`. Nothing that could run code is ever loaded.
 """
 
 import os
@@ -28,7 +28,10 @@ LARGEST_FILE = 8 << 30
 
 @dataclass(frozen=True)
 class Splits:
-    """Images `[n, channels, height, width]` of float32 (from uint8: in [0, 1]), labels `[n]` of int64."""
+    """Images `[n, channels, height, width]` of float32 (from uint8: in [0, 1]), labels `[n]` of int64.
+
+    Of a table, features `[n, d]` that are scaled already.
+    """
 
     name: str
     classes: int
@@ -40,9 +43,8 @@ class Splits:
     features: bool = False
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        _, channels, height, width = self.x_train.shape
-        return channels, height, width
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.x_train.shape[1:])
 
 
 class Stored(Protocol):
@@ -89,15 +91,27 @@ def location(name: str, folder: str | None = None) -> Path | None:
     return data_folder(folder) / f"{name}.npz" if name in KNOWN else Path(name)
 
 
-def load(name: str, folder: str | None = None) -> Splits:
-    """A data set by name, or from the path of a user's own `.npz` or folder of `.npy`."""
+def load(
+    name: str, folder: str | None = None, holdout: float | None = None, image_size: int | None = None
+) -> Splits:
+    """A data set by name, or from the path of a user's own: an archive, a folder, or a table."""
     path = location(name, folder)
+    own = path is not None and name not in KNOWN
+    classed = own and any((Path(name) / split).is_dir() for split in ("train", "test"))
+    table = own and Path(name).suffix == ".csv"
+    if image_size is not None and not classed:
+        raise GredpError("--image-size is for images in class folders")
+    if holdout is not None and not (classed or table):
+        raise GredpError("--holdout is for class folders and tables without a test split of their own")
     if path is None:
         return _digits()
+    if classed or table:
+        return _own(path, table, holdout, image_size)
     mapped = path.is_dir()
     if name not in KNOWN and not mapped and path.suffix != ".npz":
         raise GredpError(
-            f"unknown data set {name!r}: one of {', '.join(KNOWN)}, or the path of a .npz file or of a folder"
+            f"unknown data set {name!r}: one of {', '.join(KNOWN)}, "
+            "or the path of a .npz or .csv file or of a folder"
         )
     if not mapped and not path.is_file():
         how = f"fetch it with `gredp data get {name}`, or " if name in KNOWN else ""
@@ -133,6 +147,40 @@ def hold_out(data: Splits, count: int) -> Splits:
     )
     y = data.y_train
     return replace(data, x_train=rest, y_train=y[:border], x_test=held, y_test=y[border:])
+
+
+def _own(path: Path, table: bool, holdout: float | None, image_size: int | None) -> Splits:
+    """Class folders or a table, with their test split or one that is held out."""
+    from gredp.data.holdout import held_out
+
+    if table:
+        from gredp.data.tables import load_table
+
+        schema, splits = load_table(path)
+        classes = len(schema.classes)
+    else:
+        from gredp.data.images import load_folders
+
+        names, splits = load_folders(path, image_size)
+        classes = len(names)
+    if (len(splits) == 1) == (holdout is None):
+        has = (
+            "has a test split: give no --holdout"
+            if holdout is not None
+            else (
+                "has no test split: name one ("
+                + ('test = "FILE.csv" in the schema' if table else "test/CLASS folders")
+                + "), or keep a share apart with --holdout 0.2"
+            )
+        )
+        raise GredpError(f"{path} {has}")
+    (x, y), (x_test, y_test) = splits[0], splits[-1]
+    if holdout is not None:
+        apart = held_out(x, y, holdout, "test")
+        x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
+    tensor = torch.from_numpy if table else pixels
+    labels = (torch.from_numpy(part.astype(np.int64)) for part in (y, y_test))
+    return Splits(path.stem, classes, tensor(x), next(labels), tensor(x_test), next(labels))
 
 
 def map_folder(path: Path) -> dict[str, np.ndarray]:

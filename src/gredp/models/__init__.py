@@ -1,17 +1,20 @@
 """The networks, by name."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from gredp.errors import GredpError
 from gredp.models.alexnet import alexnet, alexnet_half
 from gredp.models.lenet import lenet5, lenet_small
+from gredp.models.mlp import mlp
 from gredp.models.model3 import model3
 from gredp.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
 from gredp.validation import to_spectral
 
-MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
+MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
+    "mlp": mlp,
     "lenet-small": lenet_small,
     "lenet5": lenet5,
     "model3": model3,
@@ -25,10 +28,12 @@ MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
 DEFAULT_MODEL = {"digits": "lenet-small", "mnist": "lenet5", "fashion-mnist": "lenet5"}
 
 
-def build(name: str, input_shape: tuple[int, int, int], classes: int, block: int = 0) -> nn.Module:
+def build(name: str, input_shape: tuple[int, ...], classes: int, block: int = 0) -> nn.Module:
     """A freshly initialised network; with `block`, its fully connected layers are block-circulant."""
     if name not in MODELS:
         raise GredpError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
+    if name != "mlp" and len(input_shape) != 3:
+        raise GredpError(f"{name} takes images, not rows of {input_shape[0]} features: use --model mlp")
     model = MODELS[name](input_shape, classes)
     return to_spectral(model, block) if block else model
 

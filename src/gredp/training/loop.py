@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -88,8 +88,8 @@ class Session:
 
 
 def centred(x: Tensor) -> Tensor:
-    """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own."""
-    return 2 * x - 1
+    """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own. Tables are."""
+    return 2 * x - 1 if x.dim() == 4 else x
 
 
 def as_they_are(x: Tensor) -> Tensor:
@@ -133,19 +133,28 @@ def accuracy(
     return hits / len(y)
 
 
-def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
+def score(run: Run, data: Splits) -> int:
+    """How many of the test records of `data` the run's model gets right."""
+    told = run.record["settings"]
+    model = build(told["model"], data.input_shape, data.classes, told["block"])
+    load_weights(model, load_file(run.folder / "model.safetensors"))
+    return round(accuracy(model, centred(data.x_test), data.y_test) * len(data.y_test))
+
+
+def train(settings: TrainSettings, progress: Progress | None = None, data: Splits | None = None) -> Run:
     """Train as told, write `record.json` and `model.safetensors`, return the record.
 
     The target ε is a ceiling: a run has a fixed number of steps, each is charged once, and steps that a crash
     lost are not made up for. Of several processes the first one writes and returns it; the others' is empty.
+    `data` take the place of those that the settings name.
     """
     settings.check()
     with process_group():
-        return _train(settings, progress if rank() == 0 else None)
+        return _train(settings, progress if rank() == 0 else None, data)
 
 
-def _train(settings: TrainSettings, progress: Progress | None) -> Run:
-    data, front = read_data(settings)
+def _train(settings: TrainSettings, progress: Progress | None, given: Splits | None) -> Run:
+    data, front = read_data(settings, given)
     kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
     refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data, front)})
     secret = Secret(settings.insecure_seed)
@@ -160,10 +169,12 @@ def _train(settings: TrainSettings, progress: Progress | None) -> Run:
         engine.detach()
 
 
-def read_data(settings: TrainSettings) -> tuple[Splits, Front | None]:
+def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Splits, Front | None]:
     """The records as the network sees them, and the front they went through."""
     front = Backbone(settings.pretrained) if settings.pretrained is not None else None
-    data = load(settings.dataset, settings.data_dir)
+    if given is not None and front is not None:
+        raise GredpError("features are kept by data set: data in memory do not go through a front")
+    data = given or load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
     if front is not None:
         data = through(front, data, settings.dataset, settings.data_dir)
     return (hold_out(data, settings.validation) if settings.validation else data), front
@@ -223,7 +234,7 @@ def _session(
     noise: dict[str, Any],
 ) -> Session:
     torch.manual_seed(settings.seed)
-    model = build(_network(settings, data), data.input_shape, data.classes, settings.block_size)
+    model = build(_network(settings, data), data.input_shape, data.classes, _block(settings, data))
     if front is not None:
         front.equip(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
@@ -333,7 +344,7 @@ def _finish(session: Session) -> Run:
     record = {
         **header(),
         "settings": settings.kept()
-        | {"model": _network(settings, session.data), "block": settings.block_size},
+        | {"model": _network(settings, session.data), "block": _block(settings, session.data)},
         "data": describe_data(session.data, session.front),
         "processes": world_size(),
         "parameters": sum(p.numel() for p in session.model.parameters()),
@@ -345,7 +356,7 @@ def _finish(session: Session) -> Run:
         "steps_lost": session.charged - session.updates,
         "metrics": session.metrics,
         settings.judged_by: session.metrics[-1][settings.judged_by],
-        "selection": "the last epoch; no epoch or setting was chosen by this run",
+        "selection": _selection(settings),
         "seconds": round(session.seconds, 2),
     }
     weights = {key: value.contiguous() for key, value in session.model.state_dict().items()}
@@ -355,7 +366,21 @@ def _finish(session: Session) -> Run:
 
 
 def _network(settings: TrainSettings, data: Splits) -> str:
-    return settings.model or DEFAULT_MODEL.get(data.name, "model3")
+    table = len(data.input_shape) == 1
+    return settings.model or ("mlp" if table else DEFAULT_MODEL.get(data.name, "model3"))
+
+
+def _block(settings: TrainSettings, data: Splits) -> int:
+    """Columns of a table have no order that a circulant could use: dense unless said otherwise."""
+    return 0 if settings.block is None and len(data.input_shape) == 1 else settings.block_size
+
+
+def _selection(settings: TrainSettings) -> str:
+    """What was chosen, and what was measured beside ε."""
+    chosen = "the last epoch; no epoch or setting was chosen by this run"
+    if settings.holdout is None:
+        return chosen
+    return f"{chosen}; the test accuracy is measured on held-out records, which ε does not cover"
 
 
 def _new_folder(settings: TrainSettings) -> Path:

@@ -27,11 +27,15 @@ class TrainSettings:
     """Train a network privately; without options, a small LeNet on the embedded digits at (2, 1e-5)."""
 
     dataset: str = "digits"
-    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz, or of a
-    folder of .npy files for data larger than memory"""
+    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz or .csv, of a
+    folder train/CLASS, test/CLASS of images, or of .npy files for data larger than memory"""
+    holdout: float | None = None
+    """share of class folders or of a table to keep apart for the test, where there is no test split"""
+    image_size: int | None = None
+    """scale images in class folders to this height and width"""
     model: str | None = None
-    """lenet-small, lenet5, model3, resnet20, alexnet, or with --pretrained resnet18-1conv or resnet18-2conv;
-    by default the one that goes with the data set"""
+    """mlp, lenet-small, lenet5, model3, resnet20, alexnet, or with --pretrained resnet18-1conv or
+    resnet18-2conv; by default the one that goes with the data set"""
     pretrained: str | None = None
     """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names; all but the
     last one or two convolutions and the classifier stay as they are"""
@@ -141,6 +145,10 @@ class TrainSettings:
             raise GredpError(
                 "--augment draws views of images, and --pretrained computes features once: choose one"
             )
+        if self.holdout is not None and not 0 < self.holdout < 1:
+            raise GredpError(f"--holdout must lie strictly between 0 and 1, not {self.holdout}")
+        if self.image_size is not None and not 1 <= self.image_size <= 4096:
+            raise GredpError(f"--image-size must lie in 1 to 4096, not {self.image_size}")
         if self.block is not None and self.block < 0:
             raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
         if not self.checkpoint_seconds >= 0:
