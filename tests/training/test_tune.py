@@ -105,7 +105,8 @@ def test_several_processes_and_signals_release_nothing(tmp_path, monkeypatch):
     [
         (["--trials", "0.5"], "mean number of trials must be at least 1"),
         (["--score-noise", "0"], "--score-noise must be a positive number"),
-        (["--validation", "1"], "--validation must lie strictly between 0 and 1"),
+        (["--score-share", "1"], "--score-share must lie strictly between 0 and 1"),
+        (["--validation", "100"], "neither --validation"),
         (["--claim", "paper"], "needs private trials"),
         (["--method", "plain"], "needs private trials"),
         (["--lrs", "0.1", "-1"], "--lr must be a positive number, not -1"),

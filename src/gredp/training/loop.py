@@ -138,7 +138,7 @@ def score(run: Run, data: Splits) -> int:
     told = run.record["settings"]
     model = build(told["model"], data.input_shape, data.classes, told["block"])
     load_weights(model, load_file(run.folder / "model.safetensors"))
-    return round(accuracy(model, centred(data.x_test), data.y_test) * len(data.y_test))
+    return round(accuracy(model, data.x_test, data.y_test, centred) * len(data.y_test))
 
 
 def train(settings: TrainSettings, progress: Progress | None = None, data: Splits | None = None) -> Run:

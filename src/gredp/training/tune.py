@@ -35,7 +35,7 @@ class TuneSettings(TrainSettings):
     """momenta to choose from, in place of --momentum"""
     trials: float = 4.0
     """trainings on average; how many there are is drawn at random and stays secret"""
-    validation: float = 0.2
+    score_share: float = 0.2
     """share of the training records that score the trials and are not trained on"""
     score_noise: float = 5.0
     """deviation of the noise on the number of validation records that a trial gets right"""
@@ -48,8 +48,10 @@ class TuneSettings(TrainSettings):
         check_trials(self.trials)
         if not (self.score_noise > 0 and math.isfinite(self.score_noise)):
             raise GredpError(f"--score-noise must be a positive number, not {self.score_noise}")
-        if not 0 < self.validation < 1:
-            raise GredpError(f"--validation must lie strictly between 0 and 1, not {self.validation}")
+        if not 0 < self.score_share < 1:
+            raise GredpError(f"--score-share must lie strictly between 0 and 1, not {self.score_share}")
+        if self.validation or self.pretrained is not None:
+            raise GredpError("gredp tune takes neither --validation nor --pretrained")
         if self.claim != "proven" or self.method == "plain":
             raise GredpError(
                 "a private choice needs private trials: --claim proven and another method than plain"
@@ -78,7 +80,7 @@ def tune(settings: TuneSettings) -> "Run":
     from gredp.training.record import save
 
     data, apart = _validation(
-        load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size), settings.validation
+        load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size), settings.score_share
     )
     trial = _trial(settings, len(data.y_train))
     with tempfile.TemporaryDirectory() as folder:
@@ -184,13 +186,13 @@ def _record(settings: TuneSettings, spent: tuple[Entry, Entry], best: Trial) -> 
     }
     record["selection"] = (
         f"the best of a random number of private trainings, {settings.trials:g} on average, by a noisy score "
-        f"on {settings.validation:g} of the training records; the proven ε covers the choice"
+        f"on {settings.score_share:g} of the training records; the proven ε covers the choice"
     )
     record["tuning"] = {
         "candidates": settings.candidates(),
         "chosen": best.candidate,
         "mean_trials": settings.trials,
-        "validation": settings.validation,
+        "validation": settings.score_share,
         "score_noise": settings.score_noise,
         "noisy_score": best.score,
         "epsilon_of_one_training": epsilon([spent[0]], settings.delta, "rdp"),
