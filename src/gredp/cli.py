@@ -15,6 +15,7 @@ from gredp.audit.command import AuditSettings, run_audit
 from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
 from gredp.privacy.accountant import AccountantName, epsilon, round_up
+from gredp.training.recipes import Recipe
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
 
@@ -70,11 +71,20 @@ def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
     if run is not None:
         given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
         settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
+    elif settings.recipe is not None:
+        settings = with_recipe(settings.recipe, arguments[1:])
     # After a crash `torchrun --max-restarts` repeats the command that began the run: it goes on.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if again and settings.out is not None and (Path(settings.out) / FILE).exists():
         settings = replace(settings, resume=settings.out, out=None, fork=None)
     return settings
+
+
+def with_recipe(name: str, arguments: list[str]) -> TrainSettings:
+    """The recipe's settings for the target ε, except where the command line says something else."""
+    recipe = Recipe(name)
+    target = tyro.cli(TrainSettings, prog="gredp train", args=arguments, default=recipe.common()).epsilon
+    return tyro.cli(TrainSettings, prog="gredp train", args=arguments, default=recipe.at(target))
 
 
 def run_train(settings: TrainSettings) -> None:

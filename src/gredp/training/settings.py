@@ -26,6 +26,9 @@ MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_
 class TrainSettings:
     """Train a network privately; without options, a small LeNet on the embedded digits at (2, 1e-5)."""
 
+    recipe: str | None = None
+    """settings from a file: mnist, fashion-mnist, cifar10, cifar10-transfer, or the path of your own .toml;
+    other options given here come before it"""
     dataset: str = "digits"
     """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz, or of a
     folder of .npy files for data larger than memory"""
