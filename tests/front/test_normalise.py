@@ -14,6 +14,7 @@ from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger_file import read_ledger
 from gredp.training import loop
 from gredp.training.settings import TrainSettings, saved_settings
+from ranks import in_world
 
 Z = 1.7
 #: as for the laws of mechanisms: six standard errors of a variance from 10⁵ draws
@@ -81,6 +82,27 @@ def test_channels_are_centred_and_scaled():
     assert not any(p.requires_grad for p in norm.parameters())
     norm.take(torch.full((8,), -5.0), 10)  # what noise alone could give
     assert norm.scale.min() == pytest.approx(normalise.SMALLEST)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_release_together_what_one_does(world):
+    x = torch.randn(7, 5, 3, 2)
+    for got in in_world(world, lambda: release(PrivacyEngine(), x, certificate(5, 0.0))):
+        torch.testing.assert_close(got, slowly(x), rtol=1e-9, atol=1e-12)
+
+
+def test_of_several_processes_one_draws_the_noise_and_all_charge_it():
+    channels = V_DRAWS // 2
+
+    def action():
+        engine = PrivacyEngine()
+        got = release(engine, torch.zeros(3, channels, 1, 1), certificate(channels, Z))
+        return got, engine.ledger.steps, engine.ledger.inherited
+
+    (first, *charged), (second, *too) = in_world(2, action)
+    assert torch.equal(first, second)
+    assert charged == too == [1, 1]
+    assert abs(float(first.square().mean()) / (Z * math.sqrt(2 * channels)) ** 2 - 1) <= V_TOLERANCE
 
 
 def settings(tmp_path, name="run", **options):

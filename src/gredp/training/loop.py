@@ -370,12 +370,19 @@ def _finish(session: Session) -> Run:
         "metrics": session.metrics,
         settings.judged_by: session.metrics[-1][settings.judged_by],
         "selection": "the last epoch; no epoch or setting was chosen by this run",
+        "judged_on": judged_on(settings),
         "seconds": round(session.seconds, 2),
     }
     weights = {key: value.contiguous() for key, value in session.model.state_dict().items()}
     write(session.folder / "model.safetensors", save(weights))
     write(session.folder / "record.json", (dumps(record) + "\n").encode())
     return Run(session.folder, record)
+
+
+def judged_on(settings: TrainSettings) -> str:
+    if not settings.validation:
+        return "the test set"
+    return f"the last {settings.validation} training records: held out, and not private in this run"
 
 
 def _network(settings: TrainSettings, data: Splits) -> str:
