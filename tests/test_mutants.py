@@ -14,11 +14,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 # the named tests live there
-sys.path += [str(Path(__file__).parent / folder) for folder in ("laws", "gradient", "training", "faults")]
+sys.path += [
+    str(Path(__file__).parent / folder) for folder in ("laws", "gradient", "training", "faults", "front")
+]
 
 import test_clipped_sum
 import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
+import test_normalise
 import test_ranks
 import test_runs
 import test_views
@@ -199,6 +202,13 @@ MUTANTS = [
         for mistake in (bugs.every_process_takes_the_whole_batch, bugs.sums_of_other_processes_left_out)
     ),
     Mutant(bugs.charges_written_late, in_a_new_folder(paid_before_given)),
+    Mutant(
+        bugs.a_query_without_its_charge,
+        in_a_new_folder(test_normalise.test_the_query_is_charged_and_the_target_remains_the_ceiling),
+    ),
+    Mutant(
+        bugs.a_query_without_its_clip, test_normalise.test_one_record_moves_the_sum_by_at_most_the_clip_norm
+    ),
 ]
 
 

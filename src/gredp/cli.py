@@ -16,6 +16,7 @@ from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
 from gredp.privacy.accountant import AccountantName, epsilon, round_up
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
+from gredp.training.recipes import Recipe
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
 from gredp.training.table_defaults import is_table, table_defaults
@@ -92,6 +93,8 @@ def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
     if run is not None:
         given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
         settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
+    elif settings.recipe is not None:
+        settings = with_recipe(settings.recipe, arguments[1:])
     elif is_table(settings):
         given = replace(TrainSettings(), **table_defaults(settings))
         settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
@@ -100,6 +103,13 @@ def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
     if again and settings.out is not None and (Path(settings.out) / FILE).exists():
         settings = replace(settings, resume=settings.out, out=None, fork=None)
     return settings
+
+
+def with_recipe(name: str, arguments: list[str]) -> TrainSettings:
+    """The recipe's settings for the target ε, except where the command line says something else."""
+    recipe = Recipe(name)
+    target = tyro.cli(TrainSettings, prog="gredp train", args=arguments, default=recipe.common()).epsilon
+    return tyro.cli(TrainSettings, prog="gredp train", args=arguments, default=recipe.at(target))
 
 
 def run_train(settings: TrainSettings) -> None:

@@ -203,5 +203,6 @@ def test_held_out_records_take_the_place_of_the_test_set(few, tmp_path):
     assert (record["data"]["records"], record["data"]["test_records"]) == (25, 5)
     assert "test_accuracy" not in json.dumps(record)
     assert 5 * record["validation_accuracy"] in range(6)
+    assert record["judged_on"].startswith("the last 5 training records")
     with pytest.raises(GredpError, match="cannot hold out 30 of 30"):
         train(TrainSettings(model="lenet-small", validation=30))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import gredp.distributed as distributed
+import gredp.front.normalise as normalise
 import gredp.gradient.capture as capture
 import gredp.gradient.clip as clip
 import gredp.gradient.noise as noise
@@ -27,6 +28,7 @@ import gredp.randomness as randomness
 import gredp.sampling as sampling
 import gredp.spectrum as spectrum
 import gredp.training.checkpoint as checkpoint
+import gredp.training.loop as loop
 import gredp.validation as validation
 from gredp.audit.bounds import Floats
 
@@ -434,6 +436,24 @@ def every_process_takes_the_whole_batch(patch: Patch) -> None:
 
 def sums_of_other_processes_left_out(patch: Patch) -> None:
     patch.setattr(summation, "add_up", dict)
+
+
+def a_query_without_its_charge(patch):
+    release = normalise.release
+
+    def free(engine, x, query):
+        spare = engine.ledger
+        engine.ledger = ledger.Ledger()
+        try:
+            return release(engine, x, query)
+        finally:
+            engine.ledger = spare
+
+    patch.setattr(loop, "release", free)
+
+
+def a_query_without_its_clip(patch):
+    patch.setattr(normalise, "clip_norm", lambda channels: 1e30)
 
 
 # ------------------------------------------------------------------ steps written from scratch

@@ -33,7 +33,7 @@ from gredp.sealed import cannot, one_line, sync_folder
 #: raised when a front's or this file's arithmetic changes: old folders are then not used any more
 VERSION = 1
 #: records that go through a front at once
-BATCH = 128
+BATCH = 64
 HALF, LARGEST_HALF = np.dtype("<f2"), 65504.0
 
 

@@ -1,12 +1,14 @@
 """One run of `gredp train`: data, model, engine, epochs, record; begun, resumed or forked."""
 
+import math
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,12 @@ from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.front.backbone import Backbone
 from gredp.front.cache import Front, through
+from gredp.front.normalise import ChannelNorm, certificate, release
+from gredp.front.scattering import Scattering
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.calibrate import calibrate
+from gredp.privacy.certificate import Certificate
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
@@ -63,6 +69,8 @@ class Session:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     updates: int = 0
+    #: the certificate of the query before training, if there was one
+    query: list[dict[str, Any]] | None = None
     signal: Waiting = field(default_factory=Waiting)
 
     @property
@@ -171,7 +179,11 @@ def _train(settings: TrainSettings, progress: Progress | None, given: Splits | N
 
 def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Splits, Front | None]:
     """The records as the network sees them, and the front they went through."""
-    front = Backbone(settings.pretrained) if settings.pretrained is not None else None
+    front: Front | None = None
+    if settings.pretrained is not None:
+        front = Backbone(settings.pretrained)
+    elif settings.front == "scattering":
+        front = Scattering()
     if given is not None and front is not None:
         raise GredpError("features are kept by data set: data in memory do not go through a front")
     data = given or load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
@@ -185,11 +197,28 @@ def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: P
     weights = engine.fork(settings.fork) if settings.fork is not None else None
     target = {"target_epsilon": settings.epsilon, "target_delta": settings.delta, "epochs": settings.epochs}
     folder = Path(settings.out or _new_folder(settings))
-    session = _session(settings, folder, data, front, engine, target)
+    if settings.normalise and weights is None:
+        # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
+        query = _query(settings, data)
+        statistics = release(engine, data.x_train, query)
+        session = _session(settings, folder, data, front, engine, target)
+        session.query = describe(query)
+        cast(ChannelNorm, session.model.get_submodule("normalise")).take(statistics, len(data.y_train))
+    else:
+        session = _session(settings, folder, data, front, engine, target)
     if weights is not None:
         load_weights(session.model, weights)
     engine.secret.incarnation, _ = from_first(lambda: _found(session))
     return session
+
+
+def _query(settings: TrainSettings, data: Splits) -> Certificate:
+    """That of the means and energies: 1/z² is the share set aside of what a single release might have."""
+    multiplier = 0.0
+    if settings.method != "plain":
+        whole = calibrate(settings.epsilon, settings.delta, 1.0, 1, settings.accountant)
+        multiplier = whole / math.sqrt(settings.normalise)
+    return certificate(data.input_shape[0], multiplier)
 
 
 def _found(session: Session) -> tuple[int, bytes]:
@@ -197,7 +226,8 @@ def _found(session: Session) -> tuple[int, bytes]:
     session.save()
     multiplier = session.engine.requested_multiplier
     facts = {"data": describe_data(session.data, session.front), "noise_multiplier": multiplier}
-    write_document(session.folder / FILE, {"settings": session.settings.kept(), **facts})
+    facts |= {"settings": session.settings.kept(), "normalisation": session.query}
+    write_document(session.folder / FILE, facts)
     return session.engine.secret.incarnation, b""
 
 
@@ -212,6 +242,7 @@ def _resume(settings: TrainSettings, data: Splits, front: Front | None, engine: 
     # The multiplier of the first start, not calibrated again: another version could find another digit.
     noise = {"noise_multiplier": facts["noise_multiplier"]}
     session = _session(settings, folder, data, front, engine, noise)
+    session.query = facts.get("normalisation")
     done = engine.load(folder)
     _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
     session.metrics, session.seconds, session.updates = done["metrics"], done["seconds"], done["updates"]
@@ -237,6 +268,9 @@ def _session(
     model = build(_network(settings, data), data.input_shape, data.classes, _block(settings, data))
     if front is not None:
         front.equip(model)
+    if settings.normalise:
+        norm = ChannelNorm(data.input_shape[0])
+        model = nn.Sequential(OrderedDict([("normalise", norm), ("network", model)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
     model, private, loader = make(
@@ -350,6 +384,7 @@ def _finish(session: Session) -> Run:
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "guarantee": guarantee | {"neighbours": "add or remove one record"},
         "certificate": describe(private.certificate),
+        "normalisation": session.query,
         "ledger": engine.ledger.to_json(),
         "starts": engine.ledger.file.written.incarnations,
         "insecure": settings.insecure_seed is not None,
@@ -357,6 +392,7 @@ def _finish(session: Session) -> Run:
         "metrics": session.metrics,
         settings.judged_by: session.metrics[-1][settings.judged_by],
         "selection": _selection(settings),
+        "judged_on": judged_on(settings),
         "seconds": round(session.seconds, 2),
     }
     weights = {key: value.contiguous() for key, value in session.model.state_dict().items()}
@@ -365,9 +401,16 @@ def _finish(session: Session) -> Run:
     return Run(session.folder, record)
 
 
+def judged_on(settings: TrainSettings) -> str:
+    if not settings.validation:
+        return "the test set"
+    return f"the last {settings.validation} training records: held out, and not private in this run"
+
+
 def _network(settings: TrainSettings, data: Splits) -> str:
     table = len(data.input_shape) == 1
-    return settings.model or ("mlp" if table else DEFAULT_MODEL.get(data.name, "model3"))
+    by_default = "mlp" if table else "linear" if data.features else DEFAULT_MODEL.get(data.name, "model3")
+    return settings.model or by_default
 
 
 def _block(settings: TrainSettings, data: Splits) -> int:

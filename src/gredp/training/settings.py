@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -16,6 +16,7 @@ from gredp.sealed import read_document
 
 #: where the settings lie in a run's folder
 FILE = "settings.json"
+Front = Literal["none", "scattering"]
 #: settings that belong to one start of a run, not to the run
 OF_ONE_START = ("resume", "fork", "out", "json")
 #: settings that may differ when a run goes on: its result does not depend on them
@@ -26,6 +27,9 @@ MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_
 class TrainSettings:
     """Train a network privately; without options, a small LeNet on the embedded digits at (2, 1e-5)."""
 
+    recipe: str | None = None
+    """settings from a file: mnist, fashion-mnist, cifar10, cifar10-transfer, or the path of your own .toml;
+    other options given here come before it"""
     dataset: str = "digits"
     """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz or .csv, of a
     folder train/CLASS, test/CLASS of images, or of .npy files for data larger than memory"""
@@ -35,7 +39,12 @@ class TrainSettings:
     """scale images in class folders to this height and width"""
     model: str | None = None
     """mlp, lenet-small, lenet5, model3, resnet20, alexnet, or with --pretrained resnet18-1conv or
-    resnet18-2conv; by default the one that goes with the data set"""
+    resnet18-2conv; for a front linear or scatter-cnn; by default the one that goes with the data set"""
+    front: Front = "none"
+    """scattering: train on fixed wavelet features of each image, computed once and kept in the data folder"""
+    normalise: float = 0.0
+    """share of the privacy budget for means and energies of the front's channels, learned before training;
+    0.02 is plenty, 0 takes the features as they are"""
     pretrained: str | None = None
     """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names; all but the
     last one or two convolutions and the classifier stay as they are"""
@@ -138,13 +147,11 @@ class TrainSettings:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
         if self.validation < 0:
             raise GredpError(f"--validation must be 0 or more, not {self.validation}")
-        self._check_transfer()
+        self._check_front()
         if self.augment < 0:
             raise GredpError(f"--augment must be 0 or more views, not {self.augment}")
-        if self.augment and self.pretrained is not None:
-            raise GredpError(
-                "--augment draws views of images, and --pretrained computes features once: choose one"
-            )
+        if self.augment and (self.pretrained is not None or self.front != "none"):
+            raise GredpError("--augment draws views of images, but a front's features are computed once")
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise GredpError(f"--holdout must lie strictly between 0 and 1, not {self.holdout}")
         if self.image_size is not None and not 1 <= self.image_size <= 4096:
@@ -158,7 +165,15 @@ class TrainSettings:
         if not 0 <= self.momentum < 1:
             raise GredpError(f"--momentum must lie in [0, 1), not {self.momentum}")
 
-    def _check_transfer(self) -> None:
+    def _check_front(self) -> None:
+        if not 0 <= self.normalise < 1:
+            raise GredpError(f"--normalise must lie in [0, 1), not {self.normalise}")
+        if self.normalise and self.claim == "paper":
+            raise GredpError("--normalise has no part in the paper: use it with --claim proven")
+        if self.normalise and self.front == "none":
+            raise GredpError("--normalise goes with --front: pixels are centred by fixed numbers")
+        if self.front != "none" and self.pretrained is not None:
+            raise GredpError(f"--front {self.front} and --pretrained are two fronts: give one")
         transfer = self.model is not None and self.model.startswith("resnet18-")
         if transfer and self.pretrained is None:
             raise GredpError(f"--model {self.model} needs --pretrained: the file with the frozen weights")

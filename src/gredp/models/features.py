@@ -1,0 +1,32 @@
+"""Small networks for the features of a front."""
+
+from torch import nn
+
+from gredp.errors import GredpError
+
+
+def linear(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Module:
+    """One layer on everything."""
+    channels, height, width = input_shape
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))
+
+
+def scatter_cnn(
+    input_shape: tuple[int, int, int] = (243, 8, 8), classes: int = 10, width: int = 64
+) -> nn.Module:
+    """Two 3×3 convolutions with tanh and a pooling between them, then one layer.
+
+    After Tramèr and Boneh, "Differentially private learning needs better features (or much more data)", 2021.
+    """
+    channels, rows, columns = input_shape
+    if min(rows, columns) < 2:
+        raise GredpError(f"scatter-cnn needs features of at least 2×2, not {rows}×{columns}")
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(width * (rows // 2) * (columns // 2), classes),
+    )
