@@ -27,6 +27,7 @@ from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
 from gredp.randomness import Secret
 from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.training.average import WeightAverage
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
 from gredp.training.run_folder import Checkpoint, RunFolder
 from gredp.validation import validate
@@ -82,6 +83,7 @@ class PrivacyEngine:
         claim: str = "proven",
         sample_rate: float | None = None,
         views: int = 1,
+        ema: float = 0.0,
         **options: Any,
     ) -> Any:
         """Returns (module, optimizer, data_loader); with a criterion before the loader in "ghost" mode.
@@ -98,6 +100,8 @@ class PrivacyEngine:
         with random transforms, as many views of it. Their gradients are averaged within the record before
         it is clipped, once: K and z are those of a single view. The transforms need no secrecy, but those
         of one record must not depend on which others were drawn.
+
+        `ema` keeps a moving average of the weights with this decay, see `averaged`; 0 keeps none.
 
         | case | what happens |
         |---|---|
@@ -151,6 +155,8 @@ class PrivacyEngine:
         )
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
+        if ema:
+            private.average = WeightAverage(module, ema)
         self._optimizer, self.requested_multiplier = private, noise_multiplier
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
@@ -210,6 +216,15 @@ class PrivacyEngine:
             views=views,
             **settings,
         )
+
+    @property
+    def averaged(self) -> nn.Module:
+        """The model to evaluate and to publish: with the average of its weights, where one is kept.
+
+        An average of released weights is covered by the same ε.
+        """
+        module, optimizer = self._private()
+        return module if optimizer.average is None else optimizer.average.module
 
     def get_epsilon(self, delta: float) -> float:
         """The proven ε spent so far at `delta`."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from gredp.distributed import world_size
 from gredp.errors import GredpError
@@ -42,6 +43,7 @@ class PrivateOptimizer(Optimizer):
         sigma: float,
         claimed_by_paper: bool,
         max_grad_norm: Any,
+        average: AveragedModel | None = None,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
@@ -55,6 +57,8 @@ class PrivateOptimizer(Optimizer):
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
         self.max_grad_norm = max_grad_norm
+        #: of the weights after each update, if one is kept
+        self.average = average
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
         self._skip = False
@@ -136,6 +140,8 @@ class PrivateOptimizer(Optimizer):
             released = gradients[name].div_(divisor).to(parameter.dtype)
             parameter.grad = released if parameter.requires_grad else None  # None: frozen in the meantime
         self.original_optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.capture.module)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

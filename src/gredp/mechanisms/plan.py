@@ -48,7 +48,7 @@ class Shaping:
     energy_noise: float = 10.0
     bands: int = 16
     groups: Groups = "both"
-    window: int = 0
+    window: int = 50
 
     def __post_init__(self) -> None:
         if not 0 <= self.exponent <= 1 or not 0 <= self.preconditioner <= 1:

@@ -1,4 +1,4 @@
-"""Everything that training goes on from: weights, optimiser, learned shape.
+"""Everything that training goes on from: weights and their average, optimiser, learned shape.
 
 Tensors are kept as safetensors, the rest as JSON. All of it is covered by ε: it is computed from released
 gradients. Secrets of noise and sampling are no part of it.
@@ -29,6 +29,7 @@ def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
         "expected_batch_size": optimizer.expected_batch_size,
         "loss_reduction": optimizer.loss_reduction,
         "views": optimizer.capture.views,
+        "ema": getattr(optimizer.average, "decay", 0.0),
         "processes": world_size(),
         "plan": asdict(optimizer.private_step.plan),
     }
@@ -51,6 +52,8 @@ def write_checkpoint(
     shape = optimizer.private_step.shape
     if shape is not None:
         tensors |= {f"shape/{name}": value for name, value in shape.state().items()}
+    if optimizer.average is not None:
+        tensors |= {f"average/{name}": value for name, value in optimizer.average.state_dict().items()}
     facts = {
         "contract": contract(optimizer),
         "optimizer": {"state": numbers, "param_groups": inner["param_groups"]},
@@ -93,6 +96,8 @@ def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimiz
         shape = optimizer.private_step.shape
         if shape is not None:
             shape.restore(_group(checkpoint, "shape"))
+        if optimizer.average is not None:
+            load_weights(optimizer.average, _group(checkpoint, "average"))
         return dict(checkpoint.facts["progress"])
     except GredpError:
         raise

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from gredp.data import Splits, load
@@ -25,6 +26,7 @@ from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
 from gredp.training.record import describe, dumps, header
+from gredp.training.schedule import rate_factor
 from gredp.training.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.training.signals import Stopped, Waiting, handled_by
 
@@ -202,6 +204,7 @@ def _session(
             Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
         ),
         views=max(1, settings.augment),
+        ema=settings.ema,
         max_grad_norm=settings.clip_norm,
         method=settings.method,
         noise=settings.noise,
@@ -237,6 +240,7 @@ def _epochs(session: Session, progress: Progress | None) -> None:
     settings, engine = session.settings, session.engine
     sampler = session.loader.batch_sampler
     assert isinstance(sampler, PoissonBatchSampler)
+    rate = _learning_rate(session)
     x_test = centred(session.data.x_test)
     if progress is not None:
         progress.begin(settings.epochs, session.charged // session.per_epoch)
@@ -244,10 +248,10 @@ def _epochs(session: Session, progress: Progress | None) -> None:
         sampler.steps = min(
             session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
         )
-        _steps(session)
+        _steps(session, rate)
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            share = accuracy(session.model, x_test, session.data.y_test)
+            share = accuracy(engine.averaged, x_test, session.data.y_test)
             spent = engine.get_epsilon(settings.delta)
             session.metrics[-1] |= {"proven_epsilon": spent, "test_accuracy": share}
             session.save()
@@ -257,7 +261,16 @@ def _epochs(session: Session, progress: Progress | None) -> None:
         session.stop_if_told()
 
 
-def _steps(session: Session) -> None:
+def _learning_rate(session: Session) -> LambdaLR:
+    """The schedule, set to the step that comes next: those that a crash lost are over for it as well."""
+    settings = session.settings
+    for group in session.optimizer.param_groups:
+        group["initial_lr"] = settings.lr
+    factor = rate_factor(settings.schedule, settings.warmup, session.steps)
+    return LambdaLR(session.optimizer, factor, last_epoch=session.charged - 1)
+
+
+def _steps(session: Session, rate: LambdaLR) -> None:
     """The sampler's steps, with a checkpoint now and then."""
     started, saved = time.monotonic() - session.seconds, time.monotonic()
     with BatchMemoryManager(
@@ -273,6 +286,8 @@ def _steps(session: Session) -> None:
             now = time.monotonic()
             session.seconds, session.updates = now - started, session.updates + session.charged - charged
             whole = session.charged > charged
+            if whole:
+                rate.step()
             if whole and now - saved >= session.settings.checkpoint_seconds:
                 session.save()
                 saved = now
@@ -308,12 +323,13 @@ def _finish(session: Session) -> Run:
         "starts": engine.ledger.file.written.incarnations,
         "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
+        "weights": f"moving average, decay {settings.ema}" if settings.ema else "of the last step",
         "metrics": session.metrics,
         "test_accuracy": session.metrics[-1]["test_accuracy"],
         "selection": "the last epoch; no epoch or setting was chosen by this run",
         "seconds": round(session.seconds, 2),
     }
-    weights = {key: value.contiguous() for key, value in session.model.state_dict().items()}
+    weights = {key: value.contiguous() for key, value in engine.averaged.state_dict().items()}
     write(session.folder / "model.safetensors", save(weights))
     write(session.folder / "record.json", (dumps(record) + "\n").encode())
     return Run(session.folder, record)

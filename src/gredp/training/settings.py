@@ -13,6 +13,7 @@ from gredp.mechanisms.select import Claim, Method, Noise, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
 from gredp.sealed import read_document
+from gredp.training.schedule import Schedule
 
 #: where the settings lie in a run's folder
 FILE = "settings.json"
@@ -54,10 +55,16 @@ class TrainSettings:
     """of shaped noise: the update is multiplied by m^(−preconditioner), and its size kept"""
     groups: Groups = "both"
     """of shaped noise: what may differ in weight, layers, frequencies within a layer, or both"""
-    window: int = 0
+    window: int = 50
     """of shaped noise: releases over which the energies are averaged; 0 is all of them"""
     lr: float = 0.1
+    schedule: Schedule = "constant"
+    """of the learning rate: constant, or cosine to 0 at the end of the run"""
+    warmup: int = 0
+    """steps over which the learning rate rises to its value"""
     momentum: float = 0.9
+    ema: float = 0.0
+    """decay of a moving average of the weights, which is then evaluated and saved; 0 is none"""
     augment: int = 0
     """random views of each record, averaged before the clip: shifts, and flips of colour images; 0 is none"""
     max_physical_batch_size: int = 512
@@ -120,6 +127,10 @@ class TrainSettings:
         ):
             if whole < 1:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
+        if not 0 <= self.ema < 1:
+            raise GredpError(f"--ema must lie in [0, 1), not {self.ema}")
+        if self.warmup < 0:
+            raise GredpError(f"--warmup must be 0 or more steps, not {self.warmup}")
         if self.augment < 0:
             raise GredpError(f"--augment must be 0 or more views, not {self.augment}")
         if self.block is not None and self.block < 0:
