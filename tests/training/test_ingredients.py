@@ -29,6 +29,7 @@ def record(tmp_path, name="run", **settings) -> dict:
     [
         ({"augment": -1}, "--augment must be 0 or more views, not -1"),
         ({"ema": 1.0}, r"--ema must lie in \[0, 1\), not 1.0"),
+        ({"noise_schedule": 0.0}, "--noise-schedule must be a positive number, not 0.0"),
         ({"warmup": -2}, "--warmup must be 0 or more steps, not -2"),
     ],
 )
@@ -161,7 +162,14 @@ def test_schedulers_of_torch_drive_a_private_optimiser(tmp_path):
 
 # ------------------------------------------------------------------ through the whole loop
 
-ALL = {"augment": 2, "ema": 0.9, "schedule": "cosine", "warmup": 3, "noise": "shaped", "window": 5}
+ALL = {
+    "augment": 2,
+    "ema": 0.9,
+    "schedule": "cosine",
+    "warmup": 3,
+    "noise": "shaped",
+    "window": 5,
+}
 
 
 def test_the_record_says_what_was_evaluated(tmp_path):
@@ -174,3 +182,13 @@ def test_the_record_says_what_was_evaluated(tmp_path):
     for name, value in saved.items():
         assert torch.equal(value, kept[f"average/module.{name}"])
         assert not torch.equal(value, kept[f"model/{name}"])
+
+
+@pytest.mark.slow
+def test_noise_that_falls_ends_at_the_target(tmp_path):
+    found = record(tmp_path, noise_schedule=0.5, **ALL)
+    entries = found["ledger"]
+    assert sum(entry["steps"] for entry in entries) == 8
+    multipliers = [entry["noise_multiplier"] for entry in entries]
+    assert multipliers == pytest.approx([multipliers[0] * 0.5 ** (k / 4) for k in range(5)])
+    assert 1.99 < found["guarantee"]["proven_epsilon"] <= 2

@@ -95,6 +95,12 @@ class StepPlan:
             releases.append(Release("energy shares", 1.0, self.energy_std))
         return Certificate(tuple(releases))
 
+    def scaled(self, factor: float) -> "StepPlan":
+        """The same step with all of its noise times `factor`, and so its multiplier."""
+        if factor == 1:
+            return self
+        return replace(self, groups=scale_noise(self.groups, factor), energy_std=self.energy_std * factor)
+
     def _least_scale(self, block: Block) -> float:
         """Root of the least eigenvalue of Σ on this block, for a unit deviation."""
         if self.noise_parts is None:

@@ -31,6 +31,7 @@ def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
         "views": optimizer.capture.views,
         "ema": getattr(optimizer.average, "decay", 0.0),
         "processes": world_size(),
+        "noise_schedule": optimizer.schedule.stages,
         "plan": asdict(optimizer.private_step.plan),
     }
     return json.loads(json.dumps(terms))
@@ -57,6 +58,7 @@ def write_checkpoint(
     facts = {
         "contract": contract(optimizer),
         "optimizer": {"state": numbers, "param_groups": inner["param_groups"]},
+        "charged_before": optimizer.charged_before,
         "progress": progress,
     }
     try:
@@ -93,6 +95,7 @@ def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimiz
     try:
         load_weights(module, model_tensors(checkpoint))
         _restore_optimizer(checkpoint, optimizer)
+        optimizer.charged_before = int(checkpoint.facts["charged_before"])
         shape = optimizer.private_step.shape
         if shape is not None:
             shape.restore(_group(checkpoint, "shape"))

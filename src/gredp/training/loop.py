@@ -21,6 +21,7 @@ from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
@@ -196,15 +197,17 @@ def _session(
     torch.manual_seed(settings.seed)
     model = build(_network(settings, data), data.input_shape, data.classes, settings.block_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+    loader = DataLoader(
+        Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
+    )
     make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
     model, private, loader = make(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(
-            Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
-        ),
+        data_loader=loader,
         views=max(1, settings.augment),
         ema=settings.ema,
+        noise_schedule=NoiseSchedule.towards(settings.noise_schedule, max(1, settings.epochs * len(loader))),
         max_grad_norm=settings.clip_norm,
         method=settings.method,
         noise=settings.noise,

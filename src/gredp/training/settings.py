@@ -49,6 +49,8 @@ class TrainSettings:
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
+    noise_schedule: float = 1.0
+    """noise at the end of the run over that at its start, in five stages; 1 is constant, below 1 it falls"""
     exponent: float = 0.5
     """of shaped noise: weights w² ∝ m^(−exponent) from the learned energies m; 0 is white"""
     preconditioner: float = 0.0
@@ -129,6 +131,8 @@ class TrainSettings:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
         if not 0 <= self.ema < 1:
             raise GredpError(f"--ema must lie in [0, 1), not {self.ema}")
+        if not (self.noise_schedule > 0 and math.isfinite(self.noise_schedule)):
+            raise GredpError(f"--noise-schedule must be a positive number, not {self.noise_schedule}")
         if self.warmup < 0:
             raise GredpError(f"--warmup must be 0 or more steps, not {self.warmup}")
         if self.augment < 0:
