@@ -9,6 +9,8 @@ from gredp.models.alexnet import alexnet
 from gredp.models.lenet import lenet5, lenet_small
 from gredp.models.model3 import model3
 from gredp.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
+from gredp.models.small import cnn_tanh
+from gredp.models.wide_resnet import wrn16_4
 from gredp.validation import to_spectral
 
 MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
@@ -17,6 +19,8 @@ MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
     "model3": model3,
     "resnet20": resnet20,
     "alexnet": alexnet,
+    "cnn-tanh": cnn_tanh,
+    "wrn16-4": wrn16_4,
     "resnet18-1conv": resnet18_1conv,
     "resnet18-2conv": resnet18_2conv,
 }

@@ -31,7 +31,7 @@ class TrainSettings:
     """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz, or of a
     folder of .npy files for data larger than memory"""
     model: str | None = None
-    """lenet-small, lenet5, model3, resnet20 or alexnet; by default the one that goes with the data set"""
+    """lenet-small, lenet5, model3, resnet20, alexnet, cnn-tanh or wrn16-4; by default the data set's own"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     method: Method = "gredp"
