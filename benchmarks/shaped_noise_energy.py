@@ -58,7 +58,7 @@ def drawn_ratio(optimizer, model) -> float:
     return total / count
 
 
-def measure(dataset: str, epsilon: float, epochs: int, batch: int, data_dir: str | None) -> dict:
+def measure(dataset: str, epsilon: float, epochs: int, batch: int, window: int, data_dir: str | None) -> dict:
     torch.manual_seed(0)
     data = load(dataset, data_dir)
     x, y = centred(data.x_train), data.y_train
@@ -74,6 +74,7 @@ def measure(dataset: str, epsilon: float, epochs: int, batch: int, data_dir: str
         max_grad_norm=1.0,
         method="gredp",
         noise="shaped",
+        window=window,
     )
     rows, steps = [], 0
     measured = {1, 10, 20, 50, *range(100, 10_000, 100)}
@@ -108,15 +109,22 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=2.0)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=500)
+    parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--data-dir")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = measure(
-        arguments.dataset, arguments.epsilon, arguments.epochs, arguments.batch_size, arguments.data_dir
+        arguments.dataset,
+        arguments.epsilon,
+        arguments.epochs,
+        arguments.batch_size,
+        arguments.window,
+        arguments.data_dir,
     )
     command = (
         f"python benchmarks/shaped_noise_energy.py --dataset {arguments.dataset} --epochs {arguments.epochs}"
+        + (f" --window {arguments.window}" if arguments.window else "")
     )
     record = header() | {"command": command, "seed": 0} | result
     save(arguments.out, record)

@@ -27,6 +27,41 @@ COUNTS = {
         (3, 32, 32),
         896 + 27744 + 166080 + 221312 + 147584 + 128 * 120 + 120 + 120 * 84 + 84 + 850,
     ),
+    # as Tramèr and Boneh count it; 26,010 for grey images, below
+    "cnn-tanh": ((3, 32, 32), 550_570),
+    "wrn16-4": (
+        (3, 32, 32),
+        (27 + 1) * 16  # stem
+        + 2 * 16
+        + (9 * 16 + 1) * 64
+        + 2 * 64
+        + (9 * 64 + 1) * 64
+        + (16 + 1) * 64
+        + 2 * 64
+        + (9 * 64 + 1) * 64
+        + 2 * 64
+        + (9 * 64 + 1) * 64
+        + 2 * 64
+        + (9 * 64 + 1) * 128
+        + 2 * 128
+        + (9 * 128 + 1) * 128
+        + (64 + 1) * 128
+        + 2 * 128
+        + (9 * 128 + 1) * 128
+        + 2 * 128
+        + (9 * 128 + 1) * 128
+        + 2 * 128
+        + (9 * 128 + 1) * 256
+        + 2 * 256
+        + (9 * 256 + 1) * 256
+        + (128 + 1) * 256
+        + 2 * 256
+        + (9 * 256 + 1) * 256
+        + 2 * 256
+        + (9 * 256 + 1) * 256
+        + 2 * 256
+        + 2570,
+    ),
     "resnet18-1conv": ((3, 32, 32), 11_181_642),  # the customary 11,689,512 with 10 instead of 1000 classes
     "resnet18-2conv": ((3, 32, 32), 11_181_642),
     "linear": ((81, 7, 7), 39_700),
@@ -69,8 +104,22 @@ def test_transfer_trains_the_last_convolutions_and_the_classifier():
         transfer(ResNet18(), 3)
 
 
+def test_the_network_for_grey_images_is_the_one_of_the_table():
+    model = build("cnn-tanh", (1, 28, 28), 10)
+    assert sum(p.numel() for p in model.parameters()) == 26_010
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert build("cnn-tanh", (1, 16, 19), 10)(torch.zeros(2, 1, 16, 19)).shape == (2, 10)
+
+
 @pytest.mark.parametrize(
-    ("name", "shape"), [("lenet5", (1, 8, 8)), ("alexnet", (3, 28, 28)), ("lenet-small", (1, 3, 3))]
+    ("name", "shape"),
+    [
+        ("lenet5", (1, 8, 8)),
+        ("cnn-tanh", (1, 15, 28)),
+        ("cnn-tanh", (3, 7, 8)),
+        ("alexnet", (3, 28, 28)),
+        ("lenet-small", (1, 3, 3)),
+    ],
 )
 def test_images_too_small_are_refused(name, shape):
     with pytest.raises(GredpError, match="needs images of at least"):

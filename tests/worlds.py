@@ -111,3 +111,32 @@ def no_gradient_step(model: nn.Module, optimizer: PrivateOptimizer, x: Tensor) -
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors.values()])
+
+
+def world(
+    optimizer: Any = torch.optim.SGD, **options: Any
+) -> tuple[nn.Module, PrivateOptimizer, PrivacyEngine]:
+    """A private model with something to remember: momentum, or Adam's moments."""
+    x, y = records(12)
+    model = small_model()
+    inner = optimizer(
+        model.parameters(), lr=0.05, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {})
+    )
+    engine = PrivacyEngine()
+    model, private, _ = engine.make_private(
+        module=model,
+        optimizer=inner,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=12),
+        **({"noise_multiplier": 0.0, "max_grad_norm": 0.5} | options),
+    )
+    return model, private, engine
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    """The same draws for every run that is compared."""
+    x, y = records(12)
+    return [(x[i % 5 :], y[i % 5 :]) for i in range(count)]
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

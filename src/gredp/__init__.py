@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gredp.layers import BlockCirculantLinear as BlockCirculantLinear
     from gredp.layers import PrivateMultiheadAttention as PrivateMultiheadAttention
     from gredp.layers import SpectralConv2d as SpectralConv2d
+    from gredp.layers import WSConv2d as WSConv2d
     from gredp.sampling import BatchMemoryManager as BatchMemoryManager
     from gredp.validation import ModuleValidator as ModuleValidator
     from gredp.validation import fix as fix
@@ -26,6 +27,7 @@ _HOMES = {
     "BlockCirculantLinear": "gredp.layers",
     "PrivateMultiheadAttention": "gredp.layers",
     "SpectralConv2d": "gredp.layers",
+    "WSConv2d": "gredp.layers",
     "BatchMemoryManager": "gredp.sampling",
     "ModuleValidator": "gredp.validation",
     "fix": "gredp.validation",

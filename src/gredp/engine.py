@@ -25,8 +25,10 @@ from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
+from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret
 from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.training.average import WeightAverage
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
 from gredp.training.run_folder import Checkpoint, RunFolder
 from gredp.validation import validate
@@ -82,6 +84,8 @@ class PrivacyEngine:
         claim: str = "proven",
         sample_rate: float | None = None,
         views: int = 1,
+        ema: float = 0.0,
+        noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         **options: Any,
     ) -> Any:
         """Returns (module, optimizer, data_loader); with a criterion before the loader in "ghost" mode.
@@ -99,6 +103,11 @@ class PrivacyEngine:
         it is clipped, once: K and z are those of a single view. The transforms need no secrecy, but those
         of one record must not depend on which others were drawn.
 
+        `noise_schedule` lists stages (steps, factor): a step's noise, and so its z, is `noise_multiplier`
+        times its stage's factor; the last one stays. It is public, and must not come from the data.
+
+        `ema` keeps a moving average of the weights with this decay, see `averaged`; 0 keeps none.
+
         | case | what happens |
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | refused by name |
@@ -109,6 +118,7 @@ class PrivacyEngine:
         if self.secure_mode and noise_generator is not None:
             raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
         chosen = mechanism(method, noise, claim, clipping, **options)
+        schedule = NoiseSchedule.of(noise_schedule)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         if views != 1 and chosen.transform == "padded":
             raise GredpError(
@@ -148,9 +158,12 @@ class PrivacyEngine:
             sigma=sigma,
             claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=max_grad_norm,
+            schedule=schedule,
         )
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
+        if ema:
+            private.average = WeightAverage(module, ema)
         self._optimizer, self.requested_multiplier = private, noise_multiplier
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
@@ -170,13 +183,14 @@ class PrivacyEngine:
         claim: str = "proven",
         sample_rate: float | None = None,
         views: int = 1,
+        noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         **settings: Any,
     ) -> Any:
         """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
 
         Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`, what this engine has spent
-        before included. Under `claim="paper"` σ is what the paper's experiments would take, and the proven ε
-        is larger.
+        before included; with a `noise_schedule`, z is the common factor of its stages. Under `claim="paper"`
+        σ is what the paper's experiments would take, and the proven ε is larger.
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
@@ -185,6 +199,9 @@ class PrivacyEngine:
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         steps = int(epochs) * sampler.steps
+        schedule = NoiseSchedule.of(noise_schedule)
+        if claim == "paper" and not schedule.constant:
+            raise GredpError("the paper's noise is the same in every step: schedule it under claim 'proven'")
         if settings.get("method") == "plain":
             multiplier = 0.0
         elif claim == "paper":
@@ -197,6 +214,7 @@ class PrivacyEngine:
                 steps,
                 self.accountant.name,
                 self.ledger.entries,
+                schedule,
             )
         return self.make_private(
             module=module,
@@ -208,8 +226,18 @@ class PrivacyEngine:
             claim=claim,
             sample_rate=sample_rate,
             views=views,
+            noise_schedule=schedule,
             **settings,
         )
+
+    @property
+    def averaged(self) -> nn.Module:
+        """The model to evaluate and to publish: with the average of its weights, where one is kept.
+
+        An average of released weights is covered by the same ε.
+        """
+        module, optimizer = self._private()
+        return module if optimizer.average is None else optimizer.average.module
 
     def get_epsilon(self, delta: float) -> float:
         """The proven ε spent so far at `delta`."""

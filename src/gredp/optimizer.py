@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from gredp.distributed import world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.step import PrivateStep
 from gredp.privacy.ledger import Ledger
+from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 
 
 class PrivateOptimizer(Optimizer):
@@ -42,19 +44,29 @@ class PrivateOptimizer(Optimizer):
         sigma: float,
         claimed_by_paper: bool,
         max_grad_norm: Any,
+        average: AveragedModel | None = None,
+        schedule: NoiseSchedule = CONSTANT,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
         self.capture = capture
         self.private_step = step
         self.ledger = ledger
+        #: where the noise is scheduled, at factor 1
         self.certificate = step.plan.certificate()
+        self.schedule = schedule
+        self._scaled = {factor: step.plan.scaled(factor) for _, factor in schedule.stages}
+        self._certified = {factor: plan.certificate() for factor, plan in self._scaled.items()}
+        #: steps that were charged to the ledger before this model's first
+        self.charged_before = ledger.steps
         self.sample_rate = sample_rate
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
         self.max_grad_norm = max_grad_norm
+        #: of the weights after each update, if one is kept
+        self.average = average
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
         self._skip = False
@@ -62,7 +74,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def noise_multiplier(self) -> float:
-        """The proven multiplier of every step."""
+        """The proven multiplier of every step; where the noise is scheduled, at factor 1."""
         return self.certificate.noise_multiplier
 
     @property
@@ -129,13 +141,17 @@ class PrivateOptimizer(Optimizer):
         self.private_step.accumulate(spectra)
         if self._skip:
             return loss
-        self.ledger.charge(self.certificate, self.sample_rate, self.claimed_multiplier)
-        gradients = self.private_step.release(self._parameters, self.ledger.steps)
+        factor = self.schedule.factor(self.ledger.steps - self.charged_before)
+        claimed = None if self.claimed_multiplier is None else self.claimed_multiplier * factor
+        self.ledger.charge(self._certified[factor], self.sample_rate, claimed)
+        gradients = self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():
             released = gradients[name].div_(divisor).to(parameter.dtype)
             parameter.grad = released if parameter.requires_grad else None  # None: frozen in the meantime
         self.original_optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.capture.module)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from gredp.errors import GredpError
-from gredp.gradient.rules import rule_for
+from gredp.gradient.rules import convolution_with_bias, rule_for
 from gredp.layers import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -128,8 +128,8 @@ def to_spectral(model: nn.Module, block: int = 8) -> nn.Module:
     def choose(name: str, layer: nn.Module) -> nn.Module | None:
         if name in hidden:
             return None
-        if isinstance(layer, nn.Conv2d) and rule_for(layer) and not isinstance(layer, SpectralConv2d):
-            return SpectralConv2d.from_conv(layer)
+        if isinstance(layer, nn.Conv2d) and not isinstance(layer, SpectralConv2d):
+            return SpectralConv2d.from_conv(layer) if rule_for(layer) is convolution_with_bias else None
         if isinstance(layer, nn.Linear) and rule_for(layer):
             size = block
             if name in last:

@@ -107,7 +107,7 @@ def test_equal_exponents_step_along_the_weights_themselves():
     assert abs(float(kept) - 1) < 1e-6
 
 
-def two_blocks(groups: str, window: int = 0) -> LearnedShape:
+def two_blocks(groups: str, window: int = 50) -> LearnedShape:
     blocks = [Block.whole("a", "a", (3, 6), 1), Block.whole("b", "b", (2, 5), 1)]
     step = StepPlan(tuple(blocks), (), "kernel", shaping=Shaping(groups=groups, window=window))
     return LearnedShape(step.shaping, {b.name: _view(b, step) for b in blocks}, expected_batch_size=100)

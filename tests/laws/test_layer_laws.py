@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d
+from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d, WSConv2d
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.per_sample import PerSampleGradient
@@ -134,6 +134,10 @@ CASES = {
     "conv2d, circular": Case(lambda: nn.Conv2d(2, 2, 3, padding=(1, 2), padding_mode="circular"), (2, 4, 5)),
     "conv3d": Case(lambda: nn.Conv3d(2, 2, (2, 3, 1), stride=(1, 2, 1), padding=(1, 0, 0)), (2, 3, 5, 2)),
     "spectral conv2d": Case(lambda: SpectralConv2d(2, 3, 3, stride=2, padding=1), (2, 5, 6)),
+    "standardised conv2d": Case(lambda: WSConv2d(2, 3, 3, padding=1), (2, 4, 5)),
+    "standardised conv2d, groups, no bias": Case(
+        lambda: WSConv2d(4, 6, (2, 3), stride=2, groups=2, bias=False), (4, 5, 6)
+    ),
     "group norm": Case(lambda: nn.GroupNorm(2, 4), (4, 3, 2)),
     "group norm, vectors": Case(lambda: nn.GroupNorm(2, 4), (4,)),
     "layer norm": Case(lambda: nn.LayerNorm(5), (5,)),

@@ -1,12 +1,20 @@
 """The ingredients as settings of `gredp train`: recorded, resumed, refused in one line."""
 
 import json
+import math
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from gredp import GredpError
+from gredp.distributed import rank
 from gredp.training.loop import train
+from gredp.training.schedule import rate_factor
 from gredp.training.settings import TrainSettings
+from ranks import in_world
+from worlds import batches, make_private, one_step, records, small_model, weights, world
 
 QUICK = {"epochs": 1, "accountant": "rdp", "insecure_seed": 1}
 
@@ -20,6 +28,9 @@ def record(tmp_path, name="run", **settings) -> dict:
     ("settings", "words"),
     [
         ({"augment": -1}, "--augment must be 0 or more views, not -1"),
+        ({"ema": 1.0}, r"--ema must lie in \[0, 1\), not 1.0"),
+        ({"noise_schedule": 0.0}, "--noise-schedule must be a positive number, not 0.0"),
+        ({"warmup": -2}, "--warmup must be 0 or more steps, not -2"),
     ],
 )
 def test_a_mistake_is_one_line(settings, words):
@@ -35,3 +46,149 @@ def test_views_cost_no_privacy(tmp_path):
         assert many[key] == plain[key]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
     assert weights[0] != weights[1]  # under one seed nothing but the views differs
+
+
+# ------------------------------------------------------------------ averages of the weights
+
+
+def test_the_average_follows_the_weights_as_a_loop_says():
+    """Through the warm-up, which ends after 35 updates at this decay, and beyond."""
+    model, private, engine = world(ema=0.8)
+    truth = None
+    for t, (x, y) in enumerate(batches(45)):
+        one_step(model, private, x, y)
+        new = weights(model).double()
+        decay = min(0.8, (1 + t) / (10 + t))
+        truth = new if truth is None else decay * truth + (1 - decay) * new
+        torch.testing.assert_close(weights(engine.averaged).double(), truth, rtol=1e-5, atol=1e-6)
+    assert decay == 0.8
+    assert not torch.equal(weights(engine.averaged), weights(model))
+
+
+def test_parts_of_a_batch_do_not_move_the_average():
+    model, private, engine = world(ema=0.8)
+    one_step(model, private, *batches(1)[0])
+    before = weights(engine.averaged)
+    private.signal_skip_step(True)
+    x, y = batches(1)[0]
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    private.step()
+    assert torch.equal(weights(engine.averaged), before)
+
+
+def test_without_an_average_the_model_itself_is_published():
+    model, _, engine = world(ema=0.0)
+    assert engine.averaged is model
+    with pytest.raises(GredpError, match=r"must lie in \[0, 1\)"):
+        world(ema=1.5)
+
+
+def test_an_average_goes_on_after_an_interruption(tmp_path):
+    model, private, engine = world(ema=0.8)
+    for x, y in batches(7):
+        one_step(model, private, x, y)
+    whole = weights(engine.averaged)
+    model, private, engine = world(ema=0.8)
+    for x, y in batches(7)[:3]:
+        one_step(model, private, x, y)
+    engine.save(tmp_path / "run")
+    engine.detach()
+    model, private, engine = world(ema=0.8)
+    engine.load(tmp_path / "run")
+    for x, y in batches(7)[3:]:
+        one_step(model, private, x, y)
+    assert torch.equal(weights(engine.averaged), whole)
+    engine.detach()
+    _, _, engine = world(ema=0.7)
+    with pytest.raises(GredpError, match=r"another ema \(0.8\) than is asked for now \(0.7\)"):
+        engine.load(tmp_path / "run")
+
+
+def test_averages_of_several_processes_are_equal():
+    def run():
+        x, y = records(12)
+        model, private, _, engine = make_private(
+            small_model(rank()), (x, y), noise_multiplier=1.0, lr=0.1, seed=None, ema=0.9
+        )
+        for _ in range(3):
+            one_step(model, private, x[rank() :: 2], y[rank() :: 2])
+        return weights(engine.averaged), weights(model)
+
+    first, second = in_world(2, run)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[1])
+
+
+# ------------------------------------------------------------------ the learning rate
+
+
+def test_the_learning_rate_rises_and_falls():
+    cosine = rate_factor("cosine", 4, 20)
+    assert [cosine(t) for t in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    for t in range(4, 20):
+        assert cosine(t) == pytest.approx((1 + math.cos(math.pi * (t - 4) / 16)) / 2)
+    assert cosine(20) == cosine(25) == 0
+    assert {rate_factor("constant", 0, 20)(t) for t in range(30)} == {1.0}
+    assert rate_factor("cosine", 20, 20)(20) == 1.0
+
+
+def test_schedulers_of_torch_drive_a_private_optimiser(tmp_path):
+    """As a user would: two of them in a row, saved with the run and taken up again."""
+
+    def scheduled():
+        model, private, engine = world()
+        parts = [LinearLR(private, 0.1, total_iters=2), CosineAnnealingLR(private, 5)]
+        return model, private, engine, SequentialLR(private, parts, [2])
+
+    model, private, engine, scheduler = scheduled()
+    rates = []
+    for x, y in batches(7):
+        rates.append(private.param_groups[0]["lr"])
+        one_step(model, private, x, y)
+        scheduler.step()
+    assert len(set(rates)) == 7
+    model, private, engine, scheduler = scheduled()
+    for x, y in batches(7)[:4]:
+        one_step(model, private, x, y)
+        scheduler.step()
+    engine.save(tmp_path / "run", {"scheduler": scheduler.state_dict()["last_epoch"]})
+    engine.detach()
+    model, private, engine, scheduler = scheduled()
+    done = engine.load(tmp_path / "run")
+    assert done == {"scheduler": 4}
+    assert private.param_groups[0]["lr"] == rates[4]
+    engine.detach()
+
+
+# ------------------------------------------------------------------ through the whole loop
+
+ALL = {
+    "augment": 2,
+    "ema": 0.9,
+    "schedule": "cosine",
+    "warmup": 3,
+    "noise": "shaped",
+    "window": 5,
+}
+
+
+def test_the_record_says_what_was_evaluated(tmp_path):
+    found = record(tmp_path, **ALL)
+    assert found["weights"] == "moving average, decay 0.9"
+    assert {name: found["settings"][name] for name in ALL} == ALL
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    last = sorted((tmp_path / "run").glob("checkpoint-*.safetensors"))[-1]
+    kept = load_file(last)
+    for name, value in saved.items():
+        assert torch.equal(value, kept[f"average/module.{name}"])
+        assert not torch.equal(value, kept[f"model/{name}"])
+
+
+@pytest.mark.slow
+def test_noise_that_falls_ends_at_the_target(tmp_path):
+    found = record(tmp_path, noise_schedule=0.5, **ALL)
+    entries = found["ledger"]
+    assert sum(entry["steps"] for entry in entries) == 8
+    multipliers = [entry["noise_multiplier"] for entry in entries]
+    assert multipliers == pytest.approx([multipliers[0] * 0.5 ** (k / 4) for k in range(5)])
+    assert 1.99 < found["guarantee"]["proven_epsilon"] <= 2

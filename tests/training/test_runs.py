@@ -14,36 +14,9 @@ from gredp.cli import main
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger_file import read_ledger
 from gredp.training.run_folder import RunFolder
-from worlds import MECHANISMS, one_step, records, small_model
+from worlds import MECHANISMS, batches, one_step, records, small_model, weights, world
 
 DELTA = 1e-5
-
-
-def world(optimizer=torch.optim.SGD, **options):
-    """A private model with something to remember: momentum, or Adam's moments."""
-    x, y = records(12)
-    model = small_model()
-    inner = optimizer(
-        model.parameters(), lr=0.05, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {})
-    )
-    engine = PrivacyEngine()
-    model, private, _ = engine.make_private(
-        module=model,
-        optimizer=inner,
-        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=12),
-        **({"noise_multiplier": 0.0, "max_grad_norm": 0.5} | options),
-    )
-    return model, private, engine
-
-
-def batches(count: int):
-    """The same draws for every run that is compared."""
-    x, y = records(12)
-    return [(x[i % 5 :], y[i % 5 :]) for i in range(count)]
-
-
-def weights(model) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize(

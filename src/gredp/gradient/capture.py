@@ -16,7 +16,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
-from gredp.gradient.rules import Call, Rule, full_precision, generic, grid_axes, rule_for
+from gredp.gradient.rules import (
+    Call,
+    Rule,
+    convolution_with_bias,
+    full_precision,
+    generic,
+    grid_axes,
+    rule_for,
+)
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block
 
@@ -315,7 +323,7 @@ class Capture:
         handles = [
             unit.layer.register_forward_hook(_note_padded_grid(unit, shapes), with_kwargs=True)
             for unit in self.units
-            if isinstance(unit.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and "weight" in unit.parameters
+            if unit.rule is convolution_with_bias and "weight" in unit.parameters
         ]
         try:
             with torch.no_grad():

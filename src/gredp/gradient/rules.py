@@ -16,7 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.per_sample import Circulant, Dense, Lookup, Outer, PerSampleGradient
-from gredp.layers import BlockCirculantLinear
+from gredp.gradient.standardised import Standardised
+from gredp.layers import BlockCirculantLinear, WSConv2d
 from gredp.layers.block_circulant import to_blocks
 
 Gradients = dict[str, PerSampleGradient]
@@ -48,6 +49,12 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor, g: Tensor) 
 def convolution_with_bias(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
     weight = convolution(layer, x, g)  # type: ignore[arg-type]
     return {**weight, "bias": Dense(g.flatten(2).sum(2))}
+
+
+def standardised_convolution(layer: WSConv2d, x: Tensor, g: Tensor) -> Gradients:
+    kernels = convolution(layer, x, g)["weight"]
+    units, scales = (full_precision(t) for t in layer.standardised())
+    return {"weight": Standardised(kernels, units, scales), "bias": Dense(g.flatten(2).sum(2))}
 
 
 def embedding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Gradients:
@@ -111,6 +118,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: convolution_with_bias,
     nn.Conv2d: convolution_with_bias,
     nn.Conv3d: convolution_with_bias,
+    WSConv2d: standardised_convolution,  # type: ignore[dict-item]
     nn.Embedding: embedding,  # type: ignore[dict-item]
     nn.GroupNorm: group_norm,  # type: ignore[dict-item]
     nn.LayerNorm: layer_norm,  # type: ignore[dict-item]
@@ -136,7 +144,7 @@ def grid_axes(layer: nn.Module, parameter: str) -> int:
         return value.dim()
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return value.dim()
-    if rule_for(layer) is convolution_with_bias:
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return value.dim() - 2
     return 1
 

@@ -46,19 +46,24 @@ class PrivateStep:
         with torch.no_grad():
             self._bounded.add(clip(spectra, self.plan, self.views, self.squared_weights))
 
-    def release(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    def release(
+        self, parameters: Mapping[str, Tensor], step: int, plan: StepPlan | None = None
+    ) -> dict[str, Tensor]:
         """Noise the sum, give it back as a gradient of the summed loss, and begin the next step.
 
-        The caller has charged the ledger, and `step` is its number there: no number is noised twice. Of
-        several processes the first draws the noise, and the others are given what it released.
+        The caller has charged the ledger, and `step` is its number there: no number is noised twice. `plan`
+        is what was charged where the noise changes from step to step. Of several processes the first draws
+        the noise, and the others are given what it released.
         """
         with torch.no_grad():
+            if plan is not None:
+                self._bounded.plan = plan
             self._bounded.over_processes(parameters)
             released = self._noised(parameters, step) if rank() == 0 else self._awaited(parameters)
             released = pass_on(released)
             shares = released.pop(SHARES, None)
             if self.shape is not None and shares is not None:
-                self.shape.learn(shares, self.plan.energy_std)
+                self.shape.learn(shares, self._bounded.plan.energy_std)
             self.discard()
         return released
 

@@ -3,5 +3,6 @@
 from gredp.layers.attention import PrivateMultiheadAttention
 from gredp.layers.block_circulant import BlockCirculantLinear
 from gredp.layers.spectral_conv import SpectralConv2d
+from gredp.layers.ws_conv import WSConv2d
 
-__all__ = ["BlockCirculantLinear", "PrivateMultiheadAttention", "SpectralConv2d"]
+__all__ = ["BlockCirculantLinear", "PrivateMultiheadAttention", "SpectralConv2d", "WSConv2d"]

@@ -48,7 +48,7 @@ class Shaping:
     energy_noise: float = 10.0
     bands: int = 16
     groups: Groups = "both"
-    window: int = 0
+    window: int = 50
 
     def __post_init__(self) -> None:
         if not 0 <= self.exponent <= 1 or not 0 <= self.preconditioner <= 1:
@@ -94,6 +94,12 @@ class StepPlan:
         if self.shaping is not None:
             releases.append(Release("energy shares", 1.0, self.energy_std))
         return Certificate(tuple(releases))
+
+    def scaled(self, factor: float) -> "StepPlan":
+        """The same step with all of its noise times `factor`, and so its multiplier."""
+        if factor == 1:
+            return self
+        return replace(self, groups=scale_noise(self.groups, factor), energy_std=self.energy_std * factor)
 
     def _least_scale(self, block: Block) -> float:
         """Root of the least eigenvalue of Σ on this block, for a unit deviation."""

@@ -12,6 +12,8 @@ from gredp.models.lenet import lenet5, lenet_small
 from gredp.models.mlp import mlp
 from gredp.models.model3 import model3
 from gredp.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
+from gredp.models.small import cnn_tanh
+from gredp.models.wide_resnet import wrn16_4
 from gredp.validation import to_spectral
 
 MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
@@ -22,6 +24,8 @@ MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
     "resnet20": resnet20,
     "alexnet": alexnet,
     "alexnet-half": alexnet_half,
+    "cnn-tanh": cnn_tanh,
+    "wrn16-4": wrn16_4,
     "resnet18-1conv": resnet18_1conv,
     "resnet18-2conv": resnet18_2conv,
     "linear": linear,

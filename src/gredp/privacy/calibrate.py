@@ -6,6 +6,7 @@ from collections.abc import Callable
 from gredp.errors import GredpError
 from gredp.privacy.accountant import AccountantName, check_accountant, check_delta, epsilon
 from gredp.privacy.ledger import Entry
+from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 
 SMALLEST, LARGEST = 1e-2, 1e6
 #: how far, relatively, the result may lie above the exact root
@@ -19,10 +20,11 @@ def calibrate(
     steps: int,
     accountant: AccountantName = "pld",
     spent: tuple[Entry, ...] = (),
+    schedule: NoiseSchedule = CONSTANT,
 ) -> float:
     """The least noise multiplier z with ε(z) ≤ target_epsilon, to a relative 1e-5 and always on that side.
 
-    What was `spent` before counts against the target.
+    What was `spent` before counts against the target. Under a `schedule`, z is that of factor 1.
 
     | case | result |
     |---|---|
@@ -39,7 +41,7 @@ def calibrate(
     def search(name: AccountantName, start: float, stride: float, tolerance: float) -> float | None:
         def ratio(log_z: float) -> float:
             """log(ε/target): not above 0 on the private side, nearly straight in log z."""
-            eps = epsilon([*spent, Entry(math.exp(log_z), sample_rate, steps)], delta, name)
+            eps = epsilon([*spent, *schedule.entries(math.exp(log_z), sample_rate, steps)], delta, name)
             return math.log(max(eps, 1e-300) / target_epsilon) if eps < math.inf else math.inf
 
         return _private_root(ratio, math.log(start), stride, tolerance)
@@ -51,7 +53,7 @@ def calibrate(
         rough = search("rdp", 1.0, 0.2, 0.01)
         best = search(accountant, LARGEST if rough is None else rough / 1.07, 0.03, TOLERANCE)
     if best is None:
-        least = epsilon([*spent, Entry(LARGEST, sample_rate, steps)], delta, accountant)
+        least = epsilon([*spent, *schedule.entries(LARGEST, sample_rate, steps)], delta, accountant)
         raise GredpError(
             f"epsilon {target_epsilon} cannot be reached in {steps} steps at rate {sample_rate:.4g} "
             f"and delta {delta}{' after what was spent before' if spent else ''}: "

@@ -1,4 +1,4 @@
-"""Everything that training goes on from: weights, optimiser, learned shape.
+"""Everything that training goes on from: weights and their average, optimiser, learned shape.
 
 Tensors are kept as safetensors, the rest as JSON. All of it is covered by ε: it is computed from released
 gradients. Secrets of noise and sampling are no part of it.
@@ -29,7 +29,9 @@ def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
         "expected_batch_size": optimizer.expected_batch_size,
         "loss_reduction": optimizer.loss_reduction,
         "views": optimizer.capture.views,
+        "ema": getattr(optimizer.average, "decay", 0.0),
         "processes": world_size(),
+        "noise_schedule": optimizer.schedule.stages,
         "plan": asdict(optimizer.private_step.plan),
     }
     return json.loads(json.dumps(terms))
@@ -51,9 +53,12 @@ def write_checkpoint(
     shape = optimizer.private_step.shape
     if shape is not None:
         tensors |= {f"shape/{name}": value for name, value in shape.state().items()}
+    if optimizer.average is not None:
+        tensors |= {f"average/{name}": value for name, value in optimizer.average.state_dict().items()}
     facts = {
         "contract": contract(optimizer),
         "optimizer": {"state": numbers, "param_groups": inner["param_groups"]},
+        "charged_before": optimizer.charged_before,
         "progress": progress,
     }
     try:
@@ -90,9 +95,12 @@ def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimiz
     try:
         load_weights(module, model_tensors(checkpoint))
         _restore_optimizer(checkpoint, optimizer)
+        optimizer.charged_before = int(checkpoint.facts["charged_before"])
         shape = optimizer.private_step.shape
         if shape is not None:
             shape.restore(_group(checkpoint, "shape"))
+        if optimizer.average is not None:
+            load_weights(optimizer.average, _group(checkpoint, "average"))
         return dict(checkpoint.facts["progress"])
     except GredpError:
         raise

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from gredp.data import Splits, hold_out, load
@@ -30,11 +31,13 @@ from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Certificate
+from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
 from gredp.training.record import describe, dumps, header
+from gredp.training.schedule import rate_factor
 from gredp.training.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.training.signals import Stopped, Waiting, handled_by
 
@@ -272,14 +275,17 @@ def _session(
         norm = ChannelNorm(data.input_shape[0])
         model = nn.Sequential(OrderedDict([("normalise", norm), ("network", model)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+    loader = DataLoader(
+        Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
+    )
     make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
     model, private, loader = make(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(
-            Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
-        ),
+        data_loader=loader,
         views=max(1, settings.augment),
+        ema=settings.ema,
+        noise_schedule=NoiseSchedule.towards(settings.noise_schedule, max(1, settings.epochs * len(loader))),
         max_grad_norm=settings.clip_norm,
         method=settings.method,
         noise=settings.noise,
@@ -317,6 +323,7 @@ def _epochs(session: Session, progress: Progress | None) -> None:
     settings, engine = session.settings, session.engine
     sampler = session.loader.batch_sampler
     assert isinstance(sampler, PoissonBatchSampler)
+    rate = _learning_rate(session)
     prepare = as_they_are if session.data.features else centred
     if progress is not None:
         progress.begin(settings.epochs, session.charged // session.per_epoch)
@@ -324,10 +331,10 @@ def _epochs(session: Session, progress: Progress | None) -> None:
         sampler.steps = min(
             session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
         )
-        _steps(session)
+        _steps(session, rate)
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            share = accuracy(session.model, session.data.x_test, session.data.y_test, prepare)
+            share = accuracy(engine.averaged, session.data.x_test, session.data.y_test, prepare)
             spent = engine.get_epsilon(settings.delta)
             session.metrics[-1] |= {"proven_epsilon": spent, settings.judged_by: share}
             session.save()
@@ -337,7 +344,16 @@ def _epochs(session: Session, progress: Progress | None) -> None:
         session.stop_if_told()
 
 
-def _steps(session: Session) -> None:
+def _learning_rate(session: Session) -> LambdaLR:
+    """The schedule, set to the step that comes next: those that a crash lost are over for it as well."""
+    settings = session.settings
+    for group in session.optimizer.param_groups:
+        group["initial_lr"] = settings.lr
+    factor = rate_factor(settings.schedule, settings.warmup, session.steps)
+    return LambdaLR(session.optimizer, factor, last_epoch=session.charged - 1)
+
+
+def _steps(session: Session, rate: LambdaLR) -> None:
     """The sampler's steps, with a checkpoint now and then."""
     started, saved = time.monotonic() - session.seconds, time.monotonic()
     with BatchMemoryManager(
@@ -353,6 +369,8 @@ def _steps(session: Session) -> None:
             now = time.monotonic()
             session.seconds, session.updates = now - started, session.updates + session.charged - charged
             whole = session.charged > charged
+            if whole:
+                rate.step()
             if whole and now - saved >= session.settings.checkpoint_seconds:
                 session.save()
                 saved = now
@@ -389,13 +407,14 @@ def _finish(session: Session) -> Run:
         "starts": engine.ledger.file.written.incarnations,
         "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
+        "weights": f"moving average, decay {settings.ema}" if settings.ema else "of the last step",
         "metrics": session.metrics,
         settings.judged_by: session.metrics[-1][settings.judged_by],
         "selection": _selection(settings),
         "judged_on": judged_on(settings),
         "seconds": round(session.seconds, 2),
     }
-    weights = {key: value.contiguous() for key, value in session.model.state_dict().items()}
+    weights = {key: value.contiguous() for key, value in engine.averaged.state_dict().items()}
     write(session.folder / "model.safetensors", save(weights))
     write(session.folder / "record.json", (dumps(record) + "\n").encode())
     return Run(session.folder, record)

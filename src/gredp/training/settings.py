@@ -13,6 +13,7 @@ from gredp.mechanisms.select import Claim, Method, Noise, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
 from gredp.sealed import read_document
+from gredp.training.schedule import Schedule
 
 #: where the settings lie in a run's folder
 FILE = "settings.json"
@@ -38,8 +39,8 @@ class TrainSettings:
     image_size: int | None = None
     """scale images in class folders to this height and width"""
     model: str | None = None
-    """mlp, lenet-small, lenet5, model3, resnet20, alexnet, or with --pretrained resnet18-1conv or
-    resnet18-2conv; for a front linear or scatter-cnn; by default the one that goes with the data set"""
+    """mlp, lenet-small, lenet5, model3, resnet20, alexnet, cnn-tanh, wrn16-4, or with --pretrained
+    resnet18-1conv or resnet18-2conv; for a front linear or scatter-cnn; by default the data set's own"""
     front: Front = "none"
     """scattering: train on fixed wavelet features of each image, computed once and kept in the data folder"""
     normalise: float = 0.0
@@ -65,19 +66,27 @@ class TrainSettings:
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
+    noise_schedule: float = 1.0
+    """noise at the end of the run over that at its start, in five stages; 1 is constant, below 1 it falls"""
     exponent: float = 0.5
     """of shaped noise: weights w² ∝ m^(−exponent) from the learned energies m; 0 is white"""
     preconditioner: float = 0.0
     """of shaped noise: the update is multiplied by m^(−preconditioner), and its size kept"""
     groups: Groups = "both"
     """of shaped noise: what may differ in weight, layers, frequencies within a layer, or both"""
-    window: int = 0
+    window: int = 50
     """of shaped noise: releases over which the energies are averaged; 0 is all of them"""
     lr: float = 0.1
+    schedule: Schedule = "constant"
+    """of the learning rate: constant, or cosine to 0 at the end of the run"""
+    warmup: int = 0
+    """steps over which the learning rate rises to its value"""
     momentum: float = 0.9
     validation: int = 0
     """hold out this many of the last training records and report accuracy on them instead of the test set, to
     choose settings by; they are not private in that run"""
+    ema: float = 0.0
+    """decay of a moving average of the weights, which is then evaluated and saved; 0 is none"""
     augment: int = 0
     """random views of each record, averaged before the clip: shifts, and flips of colour images; 0 is none"""
     max_physical_batch_size: int = 512
@@ -148,6 +157,12 @@ class TrainSettings:
         if self.validation < 0:
             raise GredpError(f"--validation must be 0 or more, not {self.validation}")
         self._check_front()
+        if not 0 <= self.ema < 1:
+            raise GredpError(f"--ema must lie in [0, 1), not {self.ema}")
+        if not (self.noise_schedule > 0 and math.isfinite(self.noise_schedule)):
+            raise GredpError(f"--noise-schedule must be a positive number, not {self.noise_schedule}")
+        if self.warmup < 0:
+            raise GredpError(f"--warmup must be 0 or more steps, not {self.warmup}")
         if self.augment < 0:
             raise GredpError(f"--augment must be 0 or more views, not {self.augment}")
         if self.augment and (self.pretrained is not None or self.front != "none"):

@@ -1,0 +1,24 @@
+"""A convolution with standardised kernels: with group normalisation it does what batch normalisation does."""
+
+import torch
+from torch import Tensor, nn
+
+#: keeps a constant kernel, which has no direction, from dividing by zero
+EPS = 1e-6
+
+
+class WSConv2d(nn.Conv2d):
+    """Drop-in for `nn.Conv2d` (Qiao et al. 2019): each output's kernel is used with mean 0 and norm 1.
+
+    Inputs of unit variance then give outputs of unit variance, whatever noise has been added to the
+    weights' mean and scale. It depends on the weights alone, so records stay apart.
+    """
+
+    def standardised(self) -> tuple[Tensor, Tensor]:
+        """Kernels `[out, n]` of norm 1 (a little below) and the scales `[out]` that made them so."""
+        centred = self.weight.flatten(1) - self.weight.flatten(1).mean(1, keepdim=True)
+        scale = torch.rsqrt(centred.square().sum(1) + EPS)
+        return centred * scale[:, None], scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.standardised()[0].view_as(self.weight), self.bias)

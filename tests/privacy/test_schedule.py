@@ -1,0 +1,160 @@
+"""Noise that changes by a public function of the step: what is drawn, charged, accounted, and goes on."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from gredp import GredpError, PrivacyEngine
+from gredp.privacy.accountant import epsilon
+from gredp.privacy.calibrate import calibrate
+from gredp.privacy.ledger import Entry
+from gredp.privacy.schedule import CONSTANT, NoiseSchedule
+from worlds import MECHANISMS, batches, make_private, no_gradient_step, one_step, records, small_model, world
+
+STAGES = [(2, 1.0), (3, 0.5), (1, 2.0)]
+FACTORS = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0, 2.0, 2.0]  # the last one stays
+
+
+def test_factors_and_entries_follow_the_stages():
+    schedule = NoiseSchedule.of(STAGES)
+    assert [schedule.factor(t) for t in range(8)] == FACTORS
+    for steps in range(9):
+        entries = schedule.entries(1.5, 0.1, steps)
+        found = [e.noise_multiplier for e in entries for _ in range(e.steps)]
+        assert found == [1.5 * factor for factor in FACTORS[:steps]]
+    assert CONSTANT.entries(1.5, 0.1, 7) == [Entry(1.5, 0.1, 1), Entry(1.5, 0.1, 6)]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 8, 103])
+@pytest.mark.parametrize("end", [0.5, 1.0, 3.0])
+def test_noise_moves_geometrically_from_one_to_the_end(end, steps):
+    schedule = NoiseSchedule.towards(end, steps)
+    assert sum(n for n, _ in schedule.stages) == steps
+    factors = [f for _, f in schedule.stages]
+    assert factors[0] == 1
+    if steps > 1:
+        assert factors[-1] == pytest.approx(end)
+    assert schedule.constant == (end == 1 or steps == 1)
+    ratios = [b / a for a, b in pairwise(factors)]
+    assert ratios == pytest.approx(ratios[:1] * len(ratios))
+
+
+@pytest.mark.parametrize(
+    "stages", [[], [(0, 1.0)], [(2.5, 1.0)], [(3, 0.0)], [(3, float("nan"))], [3], "falling", 7]
+)
+def test_schedules_that_cannot_be_are_refused_in_one_line(stages):
+    with pytest.raises(GredpError) as error:
+        NoiseSchedule.of(stages)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
+def test_calibration_finds_the_common_factor_from_the_private_side(accountant):
+    schedule = NoiseSchedule.of([(30, 1.0), (30, 0.5)])
+    z = calibrate(2.0, 1e-5, 0.1, 60, accountant, (), schedule)
+    spent = [epsilon(schedule.entries(z * scale, 0.1, 60), 1e-5, accountant) for scale in (1.0, 0.999)]
+    assert spent[0] <= 2.0 < spent[1]
+    constant = calibrate(2.0, 1e-5, 0.1, 60, accountant)
+    assert z * 0.5 < constant < z
+
+
+@pytest.mark.parametrize("mechanism", ["dpsgd", "gredp", "gredp shaped"])
+def test_what_is_drawn_is_what_is_charged(mechanism):
+    """V at every stage, and the ledger's entry of each step; ε in between is that of the steps so far."""
+    z, clip, x = 1.7, 0.8, torch.ones(2, 300)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200))
+    model, optimizer, _, engine = make_private(
+        model,
+        (x, torch.zeros(2)),
+        noise_multiplier=z,
+        clip=clip,
+        noise_schedule=STAGES,
+        **MECHANISMS[mechanism],
+    )
+    if optimizer.private_step.shape is not None:
+        optimizer.private_step.shape.learn = lambda *_: None
+    for step, factor in enumerate(FACTORS):
+        noise = no_gradient_step(model, optimizer, x)["0.weight"].double()
+        charged = engine.ledger.entries[-1].noise_multiplier
+        assert charged == pytest.approx(z * factor, rel=1e-12)
+        query = 1.01 if mechanism == "gredp shaped" else 1.0
+        # six standard errors of a variance from 60,000 draws
+        assert abs(float(noise.square().mean()) / (charged**2 * clip**2 * query) - 1) <= 0.035
+        entries = [Entry(z * f, 1.0, 1) for f in FACTORS[: step + 1]]
+        assert engine.get_epsilon(1e-5) == pytest.approx(epsilon(entries, 1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_all_noise_of_a_plan_is_scaled_and_so_is_its_multiplier(mechanism):
+    """The energy query's as well: a part left behind would show in z."""
+    _, optimizer, _, _ = make_private(
+        small_model(), records(6), noise_multiplier=1.3, **MECHANISMS[mechanism]
+    )
+    plan = optimizer.private_step.plan
+    assert plan.scaled(0.3).certificate().noise_multiplier == pytest.approx(0.39, rel=1e-12)
+    assert plan.scaled(1.0) is plan
+
+
+def test_a_schedule_goes_on_where_the_ledger_says(tmp_path):
+    """Steps before the folder, after it, lost ones, and a fork that begins its own."""
+    settings = {"noise_multiplier": 1.0, "noise_schedule": STAGES}
+    model, private, engine = world(**settings)
+    for x, y in batches(1):
+        one_step(model, private, x, y)
+    engine.save(tmp_path / "run")
+    for x, y in batches(2):
+        one_step(model, private, x, y)  # charged, then lost
+    engine.detach()
+    model, private, engine = world(**settings)
+    engine.load(tmp_path / "run")
+    for x, y in batches(5):
+        one_step(model, private, x, y)
+    charged = [e.noise_multiplier for e in engine.ledger.entries for _ in range(e.steps)]
+    assert charged == pytest.approx(FACTORS)
+    engine.save(tmp_path / "run")
+    engine.detach()
+    _, _, other = world(noise_multiplier=1.0, noise_schedule=[(2, 1.0), (3, 0.4)])
+    with pytest.raises(GredpError, match="another noise_schedule"):
+        other.load(tmp_path / "run")
+    child = PrivacyEngine()
+    child.fork(tmp_path / "run")
+    model = small_model()
+    model, private, _ = child.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*records(12)), batch_size=12),
+        max_grad_norm=1.0,
+        **settings,
+    )
+    for x, y in batches(3):
+        one_step(model, private, x, y)
+    own = [e.noise_multiplier for e in child.ledger.entries for _ in range(e.steps)][8:]
+    assert own == pytest.approx(FACTORS[:3])
+
+
+def test_targets_are_met_and_the_papers_claim_has_no_schedule():
+    def made(**options):
+        model, engine = torch.nn.Linear(3, 2), PrivacyEngine(accountant="rdp")
+        data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.zeros(40, dtype=torch.long))
+        parts = engine.make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=10),
+            target_epsilon=1.5,
+            target_delta=1e-5,
+            epochs=2,
+            max_grad_norm=1.0,
+            noise_schedule=[(4, 1.0), (4, 0.25)],
+            **options,
+        )
+        return engine, parts
+
+    engine, (model, optimizer, loader) = made()
+    for _ in range(2):
+        for x, y in loader:
+            one_step(model, optimizer, x, y)
+    assert 1.49 < engine.get_epsilon(1e-5) <= 1.5
+    assert [entry.steps for entry in engine.ledger.entries] == [4, 4]
+    with pytest.raises(GredpError, match="schedule it under claim 'proven'"):
+        made(claim="paper", method="gredp")
