@@ -8,12 +8,12 @@ sampling is lost to whoever can repeat the draw.
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from gredp.distributed import rank, world_size
@@ -147,8 +147,26 @@ class EmptyBatches:
     def __call__(self, batch: list[Any]) -> Any:
         if batch:
             return self.collate(batch)
-        sample = self.collate([self.dataset[0]])  # for its shapes and types only
-        return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, sample)
+        return _without_records(self.collate([self.dataset[0]]))  # for its shapes and types only
+
+
+def _without_records(batch: Any) -> Any:
+    """The same structure with no records; what could hide one is refused, not passed on."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {key: _without_records(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        if all(isinstance(item, str | int | float) for item in batch):
+            return batch[:0]
+        items = [_without_records(item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if batch is None or isinstance(batch, str | int | float):
+        return batch
+    raise GredpError(
+        f"the data loader's batches hold a {type(batch).__name__}, of which no empty batch can be made: "
+        "collate into tensors, in tuples, lists or dicts"
+    )
 
 
 class _PhysicalLoader(DataLoader[Any]):
