@@ -220,3 +220,17 @@ def test_an_empty_batch_holds_no_record_whatever_it_is_collated_into():
     assert empty((one, ["name of record 0"], [7], 3))[1:] == ([], [], 3)
     with pytest.raises(GredpError, match="hold a SimpleNamespace"):
         empty({"x": SimpleNamespace(x=one)})
+
+
+def test_parts_that_are_passed_over_or_read_ahead_are_refused():
+    """Two logical batches would be noised as one, in which a record can count twice."""
+    x, y = records(12)
+    model, optimizer, loader, _ = make_private(small_model(), (x, y))
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        ahead = iter(parts)
+        next(ahead)
+        with pytest.raises(GredpError, match="not stepped before the next was taken"):
+            next(ahead)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        for a, b in parts:  # left behind by the refusal: nothing
+            one_step(model, optimizer, a, b)

@@ -57,7 +57,7 @@ class PrivateOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
-        self._skip = False
+        self._skip = self._awaited = False
         self._processes = world_size()
 
     @property
@@ -96,12 +96,22 @@ class PrivateOptimizer(Optimizer):
         """Whether the physical batch that comes next is not the last of its logical batch."""
         self._skip = do_skip
 
+    def expect_part(self, last: bool) -> None:
+        """A physical batch is handed out: the next step must be its own."""
+        if self._awaited:
+            raise GredpError(
+                "a part of a logical batch was not stepped before the next was taken: it was passed over, or "
+                "the loader is read ahead; a record could then count twice. Call optimizer.step() for each part"
+            )
+        self._awaited = True
+        self.signal_skip_step(not last)
+
     def begin_logical_batches(self) -> bool:
         """Forget a logical batch that was left unfinished; True if there was one."""
         unfinished = self.private_step.accumulated
         self.private_step.discard()
         self.capture.drop()
-        self._skip = False
+        self._skip = self._awaited = False
         return unfinished
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -127,6 +137,7 @@ class PrivateOptimizer(Optimizer):
                 "check that model.train() was called and that the loss depends on the model"
             )
         self.private_step.accumulate(spectra)
+        self._awaited = False
         if self._skip:
             return loss
         self.ledger.charge(self.certificate, self.sample_rate, self.claimed_multiplier)

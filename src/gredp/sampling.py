@@ -147,24 +147,24 @@ class EmptyBatches:
     def __call__(self, batch: list[Any]) -> Any:
         if batch:
             return self.collate(batch)
-        return _without_records(self.collate([self.dataset[0]]))  # for its shapes and types only
+        return part_of(self.collate([self.dataset[0]]), slice(0))  # for its shapes and types only
 
 
-def _without_records(batch: Any) -> Any:
-    """The same structure with no records; what could hide one is refused, not passed on."""
+def part_of(batch: Any, rows: slice) -> Any:
+    """The same structure with these records only; what could hide others is refused, not passed on."""
     if isinstance(batch, Tensor | np.ndarray):
-        return batch[:0]
+        return batch[rows] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return {key: _without_records(value) for key, value in batch.items()}
+        return {key: part_of(value, rows) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         if all(isinstance(item, str | int | float) for item in batch):
-            return batch[:0]
-        items = [_without_records(item) for item in batch]
+            return batch[rows]
+        items = [part_of(item, rows) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if batch is None or isinstance(batch, str | int | float):
         return batch
     raise GredpError(
-        f"the data loader's batches hold a {type(batch).__name__}, of which no empty batch can be made: "
+        f"the data loader's batches hold a {type(batch).__name__}, which cannot be cut into records: "
         "collate into tensors, in tuples, lists or dicts"
     )
 
@@ -173,7 +173,8 @@ class _PhysicalLoader(DataLoader[Any]):
     """Yields parts of logical batches and tells the optimiser, with each part, whether it is the last.
 
     The word travels with the part itself rather than in a queue of the optimiser's, so that a loop which
-    is left early cannot shift the borders of later batches.
+    is left early cannot shift the borders of later batches. A part that was not stepped when the next one is
+    taken, because it was passed over or fetched ahead, would shift them too: refused.
     """
 
     optimizer: "PrivateOptimizer"
@@ -184,7 +185,7 @@ class _PhysicalLoader(DataLoader[Any]):
         last: deque[bool] = deque()
         split = _Split(self.batch_sampler, self.max_physical_batch_size, last)  # type: ignore[arg-type]
         for batch in rebuild(self, DataLoader, split, self.collate_fn):
-            self.optimizer.signal_skip_step(do_skip=not last.popleft())
+            self.optimizer.expect_part(last.popleft())
             yield batch
 
     def __len__(self) -> int:
