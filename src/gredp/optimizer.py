@@ -100,8 +100,8 @@ class PrivateOptimizer(Optimizer):
         """A physical batch is handed out: the next step must be its own."""
         if self._awaited:
             raise GredpError(
-                "a part of a logical batch was not stepped before the next was taken: it was passed over, or "
-                "the loader is read ahead; a record could then count twice. Call optimizer.step() for each part"
+                "a part of a logical batch was not stepped before the next was taken, passed over or read "
+                "ahead: a record could count twice; call optimizer.step() for each part in turn"
             )
         self._awaited = True
         self.signal_skip_step(not last)
