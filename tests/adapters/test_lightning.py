@@ -1,7 +1,9 @@
 """Lightning's own Trainer with the callback: batches, sums, noise and price are the engine's."""
 
 import logging
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +211,12 @@ def test_checkpoints_without_a_ledger_are_refused(tmp_path):
 def test_wrong_budgets_are_refused(settings, words):
     with pytest.raises(GredpError, match=words):
         private(**settings)
+
+
+def test_the_how_to_page_trains(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
+    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "lightning" in b)
+    data = TensorDataset(torch.rand(300, 1, 8, 8), torch.arange(300) % 10)
+    exec(compile(block, "docs/howto.md", "exec"), {"torch": torch, "DataLoader": DataLoader, "data": data})
+    expected = epsilon([Entry(2.0, 256 / 300, 2)], 1e-5, "pld")
+    assert float(capsys.readouterr().out.split()[-1]) == expected
