@@ -66,10 +66,13 @@ def draw() -> bytes:
         drawn = [deviations(float(x)) for x in points]
         left.plot(points, [even for even, _ in drawn], "C0o", points, [odd for _, odd in drawn], "C1s")
         left.axhline(1, color="grey", linewidth=0.8, label="the paper's z/σ")
-        left.set(xlabel="a, with a² + b² = 1", ylabel="deviation / σc", title="Noise after the real part")
+        left.set(xlabel="a, with a² + b² = 1", ylabel="deviation / σc", ylim=(-0.05, 1.65))
+        left.set_title("Noise after the real part")
         claimed, proven = prices(np.geomspace(0.7, 5, 12))
         middle.loglog(claimed, proven, "o-", color="C3", label="Theorem 1's noise")
         middle.loglog(claimed, claimed, "k--", label="if the claim held")
+        middle.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        middle.set_xticks([], minor=True)
         middle.set(xlabel="claimed ε", ylabel="proven ε", title=f"{STEPS} steps at q = 1/120, δ = {DELTA:g}")
         powers = np.linspace(0, 4, 41)
         for length in (8, 64, 512):

@@ -132,6 +132,10 @@ def test_a_run_that_broke_off_goes_on_and_ends_at_its_budget(tmp_path):
     assert second.engine.ledger.steps == 12
     assert len(again.sizes) == 6
     assert not torch.equal(start, again.net[-1].weight)
+    third = private(folder=tmp_path / "run")
+    with pytest.raises(GredpError, match="all 12 steps that were planned are charged"):
+        fit(Classifier(), third, epochs=3)
+    assert third.engine.ledger.steps == 12
 
 
 class Remembers(Classifier):
@@ -220,3 +224,17 @@ def test_the_how_to_page_trains(capsys):
     exec(compile(block, "docs/howto.md", "exec"), {"torch": torch, "DataLoader": DataLoader, "data": data})
     expected = epsilon([Entry(2.0, 256 / 300, 2)], 1e-5, "pld")
     assert float(capsys.readouterr().out.split()[-1]) == expected
+
+
+class Scheduled(Classifier):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def test_schedulers_drive_the_private_optimiser(tmp_path):
+    callback = private(folder=tmp_path / "run")
+    fit(Scheduled(), callback, epochs=2)
+    assert callback.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    with pytest.raises(GredpError, match="schedulers cannot go on"):
+        fit(Scheduled(), private(folder=tmp_path / "run"), epochs=2)

@@ -87,8 +87,13 @@ class Budget:
 
     @property
     def used_up(self) -> bool:
-        """Whether every step that was planned has been charged; there must be no other."""
+        """Whether every step that was planned has been charged."""
         return self.charged >= self.steps
+
+    def refuse_another(self) -> None:
+        """Programs may go on although they were told to end."""
+        if self.used_up:
+            raise GredpError(f"all {self.steps} steps that were planned are charged: there is no other")
 
     @property
     def epsilon(self) -> float:
