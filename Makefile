@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all check format bench audit clean
+.PHONY: train test test-all check format docs bench audit clean
 
 train: $(VENV)/.ready
 	$(BIN)/gredp train
@@ -21,6 +21,10 @@ check: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The site in site/, without warnings; open site/index.html.
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --strict
 
 # A record and the page made from it; BENCH=--quick takes under three minutes and leaves both alone.
 bench: $(VENV)/.ready

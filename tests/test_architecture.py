@@ -1,7 +1,6 @@
 """Rules of the layout, enforced: what imports what, who draws random numbers, what is never loaded."""
 
 import ast
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -91,12 +90,6 @@ def test_no_pickle_is_loaded():
             assert "allow_pickle=False" in path.read_text()
 
 
-def test_examples_run(capsys):
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        runpy.run_path(str(path), run_name="__main__")
-        assert "proven ε" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -105,6 +98,7 @@ def test_examples_run(capsys):
         "benchmarks/cluster_page.py",
         "benchmarks/paper_page.py",
         "benchmarks/tables.py",
+        "benchmarks/theory_figures.py",
         "tests/faults/record.py",
     ],
 )

@@ -1,13 +1,16 @@
 """Poisson draws, and that splitting them changes nothing."""
 
 import math
+from collections import UserDict, namedtuple
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gredp import BatchMemoryManager, GredpError
-from gredp.sampling import PoissonBatchSampler, poisson_loader
+from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
 from worlds import flat, make_private, one_step, records, small_model
 
 
@@ -202,3 +205,32 @@ def test_manager_refuses_a_loader_of_its_own_making():
         )
     with pytest.raises(GredpError, match="at least 1, not 0"):
         BatchMemoryManager(data_loader=loader, max_physical_batch_size=0, optimizer=optimizer)
+
+
+def test_an_empty_batch_holds_no_record_whatever_it_is_collated_into():
+    """A container that torch does not look into, as those of tokenisers, must not bring record 0 along."""
+    pair = namedtuple("pair", "x, y")
+    one = torch.ones(1, 3)
+
+    def empty(batch):
+        return EmptyBatches([None], lambda rows: batch)([])
+
+    assert empty(UserDict(ids=one, more=UserDict(mask=one)))["more"]["mask"].shape == (0, 3)
+    assert empty(pair(one, [one, np.ones((1, 2))])).y[1].shape == (0, 2)
+    assert empty((one, ["name of record 0"], [7], 3))[1:] == ([], [], 3)
+    with pytest.raises(GredpError, match="hold a SimpleNamespace"):
+        empty({"x": SimpleNamespace(x=one)})
+
+
+def test_parts_that_are_passed_over_or_read_ahead_are_refused():
+    """Two logical batches would be noised as one, in which a record can count twice."""
+    x, y = records(12)
+    model, optimizer, loader, _ = make_private(small_model(), (x, y))
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        ahead = iter(parts)
+        next(ahead)
+        with pytest.raises(GredpError, match="not stepped before the next was taken"):
+            next(ahead)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        for a, b in parts:  # left behind by the refusal: nothing
+            one_step(model, optimizer, a, b)

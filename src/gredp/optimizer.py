@@ -69,7 +69,7 @@ class PrivateOptimizer(Optimizer):
         self.average = average
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
-        self._skip = False
+        self._skip = self._awaited = False
         self._processes = world_size()
 
     @property
@@ -108,12 +108,22 @@ class PrivateOptimizer(Optimizer):
         """Whether the physical batch that comes next is not the last of its logical batch."""
         self._skip = do_skip
 
+    def expect_part(self, last: bool) -> None:
+        """A physical batch is handed out: the next step must be its own."""
+        if self._awaited:
+            raise GredpError(
+                "a part of a logical batch was not stepped before the next was taken, passed over or read "
+                "ahead: a record could count twice; call optimizer.step() for each part in turn"
+            )
+        self._awaited = True
+        self.signal_skip_step(not last)
+
     def begin_logical_batches(self) -> bool:
         """Forget a logical batch that was left unfinished; True if there was one."""
         unfinished = self.private_step.accumulated
         self.private_step.discard()
         self.capture.drop()
-        self._skip = False
+        self._skip = self._awaited = False
         return unfinished
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -139,6 +149,7 @@ class PrivateOptimizer(Optimizer):
                 "check that model.train() was called and that the loss depends on the model"
             )
         self.private_step.accumulate(spectra)
+        self._awaited = False
         if self._skip:
             return loss
         factor = self.schedule.factor(self.ledger.steps - self.charged_before)

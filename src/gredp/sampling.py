@@ -8,12 +8,12 @@ sampling is lost to whoever can repeat the draw.
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from gredp.distributed import rank, world_size
@@ -156,15 +156,34 @@ class EmptyBatches:
     def __call__(self, batch: list[Any]) -> Any:
         if batch:
             return self.collate(batch)
-        sample = self.collate([self.dataset[0]])  # for its shapes and types only
-        return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, sample)
+        return part_of(self.collate([self.dataset[0]]), slice(0))  # for its shapes and types only
+
+
+def part_of(batch: Any, rows: slice) -> Any:
+    """The same structure with these records only; what could hide others is refused, not passed on."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return batch[rows] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {key: part_of(value, rows) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        if all(isinstance(item, str | int | float) for item in batch):
+            return batch[rows]
+        items = [part_of(item, rows) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if batch is None or isinstance(batch, str | int | float):
+        return batch
+    raise GredpError(
+        f"the data loader's batches hold a {type(batch).__name__}, which cannot be cut into records: "
+        "collate into tensors, in tuples, lists or dicts"
+    )
 
 
 class _PhysicalLoader(DataLoader[Any]):
     """Yields parts of logical batches and tells the optimiser, with each part, whether it is the last.
 
     The word travels with the part itself rather than in a queue of the optimiser's, so that a loop which
-    is left early cannot shift the borders of later batches.
+    is left early cannot shift the borders of later batches. A part that was not stepped when the next one is
+    taken, because it was passed over or fetched ahead, would shift them too: refused.
     """
 
     optimizer: "PrivateOptimizer"
@@ -178,7 +197,7 @@ class _PhysicalLoader(DataLoader[Any]):
         whole = max(1, self.max_physical_batch_size // views) * views  # the views of a record stay together
         split = _Split(self.batch_sampler, whole, last)
         for batch in rebuild(self, DataLoader, split, self.collate_fn):
-            self.optimizer.signal_skip_step(do_skip=not last.popleft())
+            self.optimizer.expect_part(last.popleft())
             yield batch
 
     def __len__(self) -> int:

@@ -41,7 +41,8 @@ def test_every_cell_is_a_command_that_train_takes(scale):
     assert {c.name for c in found["all"]} == {c.name for part in found.values() for c in part}
     kinds = {(c.row, c.model, tuple(c.settings)): c for c in found["all"]}  # each parse takes a while
     for cell in kinds.values():
-        settings = tyro.cli(TrainSettings, args=cell.arguments)
+        weights = ["--pretrained", "weights.safetensors"] if cell.transferred else []
+        settings = tyro.cli(TrainSettings, args=[*cell.arguments, *weights])
         settings.check()
         assert (settings.epsilon, settings.epochs, settings.seed) == (cell.epsilon, cell.epochs, cell.seed)
 

@@ -5,7 +5,8 @@ autograd would compute is never needed, and a parameter that receives one all th
 outside its layer, where no clip would see it. That is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,13 @@ class Capture:
         return (
             layer in self._by_layer and self.module.training and torch.is_grad_enabled() and not self._paused
         )
+
+    @contextmanager
+    def one_pass(self, batch: Any) -> Iterator[None]:
+        """For programs that call the model's parts and not its own forward: sizes and buffers are checked."""
+        self._begin_pass((batch,), {})
+        yield
+        self._end_pass()
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
         self._pass += 1

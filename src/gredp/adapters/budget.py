@@ -1,0 +1,101 @@
+"""What every adapter is told, and how it becomes a private optimiser and Poisson batches."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from gredp.engine import PrivacyEngine
+from gredp.errors import GredpError
+from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.calibrate import calibrate
+from gredp.sampling import PoissonBatchSampler, poisson_loader
+
+
+@dataclass
+class Budget:
+    """A target ε or a noise multiplier, for a number of steps that is fixed before the first one.
+
+    Formal guarantee. The run takes at most `steps` steps, each charged by the engine; with `target_epsilon`
+    its proven ε ends at most there. `options` go to `PrivacyEngine.make_private`. With a `folder` every step
+    is charged on the disk, and a run that broke off goes on from there: see `PrivacyEngine.load`.
+    """
+
+    delta: float
+    max_grad_norm: float
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    folder: str | Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: PrivacyEngine = field(default_factory=PrivacyEngine)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise GredpError("give either target_epsilon or noise_multiplier")
+        for name in {"sample_rate", "claim"} & set(self.options):
+            raise GredpError(f"{name} is not for adapters: use PrivacyEngine in a loop of your own")
+
+    def poisson(self, loader: Any) -> DataLoader[Any]:
+        """The same data in Poisson batches, drawn from the engine's secret."""
+        if not isinstance(loader, DataLoader):
+            raise GredpError(f"private training takes one DataLoader, not a {type(loader).__name__}")
+        return poisson_loader(loader, secret=self.engine.secret)
+
+    def spend(
+        self, module: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], steps: float
+    ) -> PrivateOptimizer:
+        """Make `module` private for `steps` steps on the batches of `loader`, or go on in `folder`."""
+        sampler = loader.batch_sampler
+        assert isinstance(sampler, PoissonBatchSampler)
+        if not (steps >= 1 and math.isfinite(steps)):
+            raise GredpError(f"the number of steps must be fixed and positive before training, not {steps}")
+        self.steps = int(steps)
+        multiplier = self.noise_multiplier
+        if multiplier is None:
+            assert self.target_epsilon is not None
+            spent = self.engine.ledger.entries
+            name = self.engine.accountant.name
+            multiplier = calibrate(
+                self.target_epsilon, self.delta, sampler.sample_rate, self.steps, name, spent
+            )
+        _, private, _ = self.engine.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=multiplier,
+            max_grad_norm=self.max_grad_norm,
+            **self.options,
+        )
+        if self.folder is not None and Path(self.folder).exists():
+            self.engine.load(self.folder)
+        self.save()
+        return private
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is a folder to keep it in."""
+        if self.folder is not None:
+            self.engine.save(self.folder)
+
+    @property
+    def charged(self) -> int:
+        return self.engine.ledger.steps - self.engine.ledger.inherited
+
+    @property
+    def used_up(self) -> bool:
+        """Whether every step that was planned has been charged."""
+        return self.charged >= self.steps
+
+    def refuse_another(self) -> None:
+        """Programs may go on although they were told to end."""
+        if self.used_up:
+            raise GredpError(f"all {self.steps} steps that were planned are charged: there is no other")
+
+    @property
+    def epsilon(self) -> float:
+        """The proven ε spent so far at `delta`."""
+        return self.engine.get_epsilon(self.delta)

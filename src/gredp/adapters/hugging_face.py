@@ -1,0 +1,245 @@
+"""Hugging Face's Trainer with private steps; with `peft` it fine-tunes low-rank layers only."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+
+from gredp.adapters.budget import Budget
+from gredp.engine import PrivacyEngine
+from gredp.errors import GredpError
+from gredp.sampling import part_of
+
+#: what the Trainer would report of private records without noise
+UNCOVERED = ("loss", "train_loss", "grad_norm", "total_flos")
+#: label of a position that has no target, by Hugging Face's convention
+NO_TARGET = -100
+
+
+class PrivateTrainer(Trainer):
+    """`Trainer` at a proven (ε, δ): only trainable parameters are clipped, noised and charged.
+
+    Formal guarantee. That of `PrivacyEngine`. A record's loss is its own (`record_losses`): the models' own
+    losses divide by the tokens that were drawn, which couples records. The clipping norm is
+    `args.max_grad_norm`, the expected batch `args.per_device_train_batch_size`, the number of steps that of
+    `args`; there is never another one. "epsilon" is logged in place of the training loss, which it does not
+    cover.
+
+    `max_physical_batch_size` bounds the records in memory; the result does not depend on it. With a `folder`,
+    a run that broke off goes on with the same command, the learning rate where it was.
+
+    | case | what happens |
+    |---|---|
+    | gradient_accumulation_steps, fp16, bf16, gradient_checkpointing, torch_compile | refused |
+    | several devices or processes, deepspeed, fsdp | refused |
+    | resume_from_checkpoint: its steps are in no ledger | refused |
+    | auto_find_batch_size, label smoothing, neftune noise, compute_loss_func, a trial | refused |
+    | a model whose loss is not known here | refused: override `record_losses` |
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        delta: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        max_physical_batch_size: int | None = None,
+        folder: str | Path | None = None,
+        engine: PrivacyEngine | None = None,
+        privacy: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`privacy` goes to `PrivacyEngine.make_private`, the rest is Trainer's own."""
+        super().__init__(*arguments, **settings)
+        refuse(self)
+        norm, engine = self.args.max_grad_norm, engine or PrivacyEngine()
+        self.budget = Budget(delta, norm, target_epsilon, noise_multiplier, folder, privacy or {}, engine)
+        self.max_physical_batch_size = max_physical_batch_size
+        self.add_callback(EndOfBudget(self.budget))
+
+    @property
+    def engine(self) -> PrivacyEngine:
+        return self.budget.engine
+
+    # ---------------------------------------------------------------- what the Trainer asks for, in its order
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **settings: Any) -> Any:
+        if self.engine.ledger.steps:
+            raise GredpError(
+                f"{self.engine.ledger.steps} steps are charged already: make a new PrivateTrainer"
+            )
+        refuse(self)
+        if resume_from_checkpoint or trial is not None:
+            raise GredpError(
+                "resume_from_checkpoint and trials bring steps that are in no ledger: "
+                "give a folder to PrivateTrainer and start it again"
+            )
+        try:
+            return super().train(**settings)._replace(training_loss=float("nan"))
+        finally:
+            self.engine.detach()
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Poisson batches; called first, it makes the model private."""
+        if self.train_dataset is None:
+            raise GredpError("PrivateTrainer needs a train_dataset")
+        plain = DataLoader(
+            self.train_dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, "training"),
+            num_workers=self.args.dataloader_num_workers,
+        )
+        loader = self.budget.poisson(plain)
+        self.model.train()
+        steps = self.set_initial_training_values(self.args, loader)[-1]
+        optimizer = super().create_optimizer()
+        self.optimizer = self.budget.spend(self.model, optimizer, loader, steps)
+        return loader
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch expects a step of the optimiser before
+            for _ in range(self.budget.charged):  # at an earlier start
+                scheduler.step()
+        return scheduler
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+        """All parts but the last are added up here; the Trainer steps the last. Reports no loss."""
+        self.budget.refuse_another()
+        private = self.engine._private()[1]
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        if "labels" not in inputs:
+            raise GredpError(f"the batches hold {sorted(inputs)}, but no labels to take a loss from")
+        count = inputs["labels"].shape[0]
+        if count == 0:  # many models cannot run on nothing: a made-up record whose gradient is zero
+            self.accelerator.backward(0 * self.compute_loss(model, made_up(inputs)))
+            private.signal_skip_step(False)
+            return inputs["labels"].new_zeros((), dtype=torch.float32)
+        size = self.max_physical_batch_size or max(count, 1)
+        last = max(0, (count - 1) // size * size)
+        for start in range(0, last + 1, size):
+            loss = self.compute_loss(model, part_of(inputs, slice(start, start + size)))
+            self.accelerator.backward(loss)
+            private.signal_skip_step(start != last)
+            if start != last:
+                private.step()
+        return loss.new_zeros(())
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any
+    ) -> Any:
+        """The mean of `record_losses`."""
+        labels = inputs["labels"]
+        outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        loss = self.record_losses(outputs.logits, labels).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def record_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """`[b]`: each record's own loss, for token losses their mean over the record's own targets."""
+        base = getattr(self.model, "get_base_model", lambda: self.model)()  # within peft's wrapper
+        name = type(base).__name__
+        kind = getattr(base, "loss_type", None) or ("ForCausalLM" if name.endswith("LMHeadModel") else name)
+        if kind not in LOSSES:
+            raise GredpError(f"no loss by record is known for {kind}: override PrivateTrainer.record_losses")
+        return LOSSES[kind](logits, labels)
+
+    # ---------------------------------------------------------------- what the Trainer tells
+
+    def log(self, logs: dict[str, float], *arguments: Any, **settings: Any) -> None:
+        kept = {key: value for key, value in logs.items() if key not in UNCOVERED}
+        if self.is_in_train and self.engine.ledger.steps:
+            kept["epsilon"] = self.budget.epsilon
+        logs.clear()  # the Trainer returns this very dictionary
+        logs.update(kept)
+        super().log(logs, *arguments, **settings)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """They would count the records that were drawn."""
+        return 0
+
+
+def made_up(inputs: dict[str, Any]) -> dict[str, Any]:
+    """One record that has the shapes of an empty batch, and nothing of any data."""
+    return {
+        key: value.new_full((1, *value.shape[1:]), key == "attention_mask")
+        if isinstance(value, Tensor)
+        else value
+        for key, value in inputs.items()
+    }
+
+
+class EndOfBudget(TrainerCallback):
+    """Ends the run with its last planned step, and keeps it where a folder was given."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= self.budget.used_up
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.budget.save()
+
+
+def of_sequences(logits: Tensor, labels: Tensor) -> Tensor:
+    """`[b, classes]`, or `[b, 1]` for a regression, and `[b]`."""
+    if labels.is_floating_point():
+        return F.mse_loss(logits.reshape(labels.shape), labels, reduction="none")
+    return F.cross_entropy(logits, labels, reduction="none", ignore_index=NO_TARGET)
+
+
+def of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """`[b, t, words]` and `[b, t]`: the mean over each record's own targets, 0 without any."""
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_TARGET)
+    return losses.sum(1) / (labels != NO_TARGET).sum(1).clamp(min=1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ForSequenceClassification": of_sequences,
+    "ForTokenClassification": of_tokens,
+    "ForMaskedLM": of_tokens,
+    "ForCausalLM": lambda logits, labels: of_tokens(logits[:, :-1], labels[:, 1:]),
+}
+
+
+def refuse(trainer: Trainer) -> None:
+    """Whatever of the arguments would change a gradient, a batch or the count of steps behind our back."""
+    args = trainer.args
+    alone = args.n_gpu <= 1 and args.world_size == 1
+    reasons = [
+        (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps: give max_physical_batch_size"),
+        (args.fp16 or args.bf16, "fp16 and bf16 round gradients before they are clipped"),
+        (
+            args.gradient_checkpointing or args.torch_compile,
+            "gradient_checkpointing and torch_compile hide layers from the hooks",
+        ),
+        (
+            not alone or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
+            "several devices, deepspeed or fsdp: use PrivacyEngine under torchrun",
+        ),
+        (args.auto_find_batch_size, "auto_find_batch_size draws batches that no ledger counts"),
+        (
+            args.include_num_input_tokens_seen not in (False, "no"),
+            "include_num_input_tokens_seen counts what was drawn",
+        ),
+        (
+            args.label_smoothing_factor or args.neftune_noise_alpha or trainer.compute_loss_func is not None,
+            "label_smoothing_factor, neftune_noise_alpha, compute_loss_func: override record_losses",
+        ),
+        (
+            trainer.optimizer is not None,
+            "an optimizer of your own: use PrivacyEngine in a loop of your own",
+        ),
+        (not args.max_grad_norm > 0, "max_grad_norm is the clipping norm and must be positive"),
+    ]
+    for present, reason in reasons:
+        if present:
+            raise GredpError(f"cannot train privately with these arguments: {reason}")

@@ -1,0 +1,195 @@
+"""A callback that makes a LightningModule's training private; the module and its Trainer stay as they are."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from gredp.adapters.budget import Budget
+from gredp.engine import PrivacyEngine
+from gredp.errors import GredpError
+from gredp.optimizer import PrivateOptimizer
+from gredp.sampling import PoissonBatchSampler, part_of
+
+
+class PrivacyCallback(Callback):
+    """`Trainer(callbacks=[PrivacyCallback(...)])` trains at a proven (ε, δ) and logs "epsilon" every epoch.
+
+    Formal guarantee. That of `PrivacyEngine`, with automatic optimisation, provided that `training_step`
+    returns a mean (with `loss_reduction="sum"`, a sum) of terms that depend on one record each. The number
+    of steps is what the Trainer was told (`max_epochs`, `max_steps`, `limit_train_batches`); there is never
+    another one. What `training_step` logs of private records is not covered by ε.
+
+    `max_physical_batch_size` bounds the records in memory: `training_step` is called for each part of a
+    batch, and the result stays the same. With a `folder`, a broken-off run goes on with the same command.
+
+    | case | what happens |
+    |---|---|
+    | gradient_clip_val, accumulate_grad_batches, mixed or half precision, several devices | refused |
+    | manual optimisation, several loaders, overfit_batches, reloaded loaders | refused |
+    | searches for a batch size or learning rate: they read records uncharged | refused |
+    | ckpt_path: its steps are in no ledger | refused |
+    | training_step returns None | refused: the step was drawn and must be charged |
+    """
+
+    def __init__(
+        self,
+        *,
+        delta: float,
+        max_grad_norm: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        max_physical_batch_size: int | None = None,
+        folder: str | Path | None = None,
+        engine: PrivacyEngine | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` go to `PrivacyEngine.make_private`."""
+        self.budget = Budget(
+            delta, max_grad_norm, target_epsilon, noise_multiplier, folder, options, engine or PrivacyEngine()
+        )
+        self.max_physical_batch_size = max_physical_batch_size
+        self.optimizer: PrivateOptimizer | None = None
+
+    @property
+    def engine(self) -> PrivacyEngine:
+        return self.budget.engine
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            refuse(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first moment with optimisers, before any batch is drawn."""
+        loop = trainer.fit_loop
+        source = loop._data_source
+        loader = self.budget.poisson(source.dataloader())
+        # From here on Lightning reads the Poisson batches, also if it has looked at the loader before.
+        source.instance, loop._combined_loader = loader, None
+        loop.setup_data()
+        pl_module.train()
+        (optimizer,) = trainer.optimizers  # Lightning refuses more, since optimisation is automatic
+        self.optimizer = self.budget.spend(pl_module, optimizer, loader, planned(trainer))
+        if self.budget.charged and trainer.lr_scheduler_configs:
+            raise GredpError("a run with learning rate schedulers cannot go on: their place was not kept")
+        trainer.optimizers = [self.optimizer]
+        pl_module.training_step = self._private_step(pl_module.training_step)
+
+    def _private_step(self, whole: Callable[..., Any]) -> Callable[[Any, int], Any]:
+        """`training_step` over parts of the batch: all but the last are added up here."""
+        private = self.optimizer
+        assert private is not None
+        takes = inspect.signature(whole).parameters
+        if "dataloader_iter" in takes:
+            raise GredpError("training_step draws batches itself (dataloader_iter): let it take a batch")
+
+        def part(batch: Any, rows: slice, batch_idx: int) -> Any:
+            batch = part_of(batch, rows)
+            with private.capture.one_pass(batch):
+                result = whole(batch, *[batch_idx][: len(takes) - 1])
+            if result is None:
+                raise GredpError("training_step returned None: a batch that was drawn cannot be left out")
+            return result
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            count = records(batch)
+            size = self.max_physical_batch_size or max(count, 1)
+            last = max(0, (count - 1) // size * size)
+            for start in range(0, last, size):
+                result = part(batch, slice(start, start + size), batch_idx)
+                (result["loss"] if isinstance(result, Mapping) else result).backward()
+                private.signal_skip_step(True)
+                private.step()
+            private.signal_skip_step(False)
+            return part(batch, slice(last, None), batch_idx)
+
+        return training_step
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """What callbacks of others may have changed since the start."""
+        refuse(trainer, pl_module)
+        self.budget.refuse_another()
+        (inner,) = (getattr(o, "optimizer", o) for o in trainer.optimizers)
+        if inner is not self.optimizer or not isinstance(
+            trainer.train_dataloader.batch_sampler, PoissonBatchSampler
+        ):
+            raise GredpError("the private optimiser or the Poisson batches were replaced during training")
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.budget.used_up:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log("epsilon", self.budget.epsilon, prog_bar=True)
+        self.budget.save()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._give_back(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._give_back(pl_module)
+
+    def _give_back(self, pl_module: LightningModule) -> None:
+        pl_module.__dict__.pop("training_step", None)
+        self.engine.detach()
+
+
+def planned(trainer: Trainer) -> float:
+    """Steps that the Trainer will take; infinite where it was given no end."""
+    epochs = trainer.max_epochs if trainer.max_epochs not in (None, -1) else float("inf")
+    steps = trainer.max_steps if trainer.max_steps != -1 else float("inf")
+    return min(epochs * trainer.num_training_batches, steps)
+
+
+def records(batch: Any) -> int:
+    """How many there are: the first dimension of the first tensor."""
+    while not hasattr(batch, "shape"):
+        batch = next(iter(batch.values())) if hasattr(batch, "values") else batch[0]
+    return batch.shape[0]
+
+
+def refuse(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Whatever of the Trainer would change a gradient, a batch or the count of steps behind our back."""
+    searches = (BatchSizeFinder, LearningRateFinder)
+    reasons = [
+        (trainer.gradient_clip_val, "gradient_clip_val: give max_grad_norm to PrivacyCallback instead"),
+        (
+            trainer.accumulate_grad_batches != 1,
+            "accumulate_grad_batches: give max_physical_batch_size to PrivacyCallback instead",
+        ),
+        (
+            str(trainer.precision) not in ("32-true", "64-true"),
+            f"precision {trainer.precision} rounds gradients before they are clipped: use 32-true",
+        ),
+        (
+            not isinstance(trainer.strategy, SingleDeviceStrategy),
+            "several devices: use PrivacyEngine under torchrun",
+        ),
+        (
+            not pl_module.automatic_optimization,
+            "manual optimisation: use PrivacyEngine in a loop of your own",
+        ),
+        (trainer.overfit_batches, "overfit_batches replaces the Poisson batches"),
+        (
+            trainer.reload_dataloaders_every_n_epochs,
+            "reload_dataloaders_every_n_epochs replaces the Poisson batches",
+        ),
+        (
+            trainer.ckpt_path,
+            "ckpt_path brings steps that are in no ledger: give a folder to PrivacyCallback",
+        ),
+        (
+            any(isinstance(callback, searches) for callback in trainer.callbacks),
+            "searches for a batch size or a learning rate read records that no ledger counts",
+        ),
+    ]
+    for present, reason in reasons:
+        if present:
+            raise GredpError(f"cannot train privately with this Trainer: {reason}")
