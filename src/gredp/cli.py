@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from gredp.audit.command import AuditSettings, run_audit
+from gredp.compare import CompareSettings, run_compare
 from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
 from gredp.privacy.accountant import AccountantName, epsilon, round_up
@@ -81,6 +82,7 @@ Command = (
     | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
     | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
     | Annotated[ReproduceSettings, tyro.conf.subcommand("reproduce", description=ReproduceSettings.__doc__)]
+    | Annotated[CompareSettings, tyro.conf.subcommand("compare", description=CompareSettings.__doc__)]
     | Annotated[TuneSettings, tyro.conf.subcommand("tune", description=TuneSettings.__doc__)]
     | Annotated[DataSettings, tyro.conf.subcommand("data", description=DataSettings.__doc__)]
     | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
@@ -272,7 +274,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     try:
         with handled_by(stop_now), one_line_warnings():
-            if isinstance(settings, TuneSettings):
+            if isinstance(settings, CompareSettings):
+                run_compare(settings)
+            elif isinstance(settings, TuneSettings):
                 run_tune(settings, arguments)
             elif isinstance(settings, TrainSettings):
                 run_train(with_saved(settings, arguments))

@@ -17,8 +17,8 @@ from gredp import GredpError
 from gredp.reproduce.cells import EPSILONS, ROWS, Cell, cells
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.reproduce.paper import CLIPPING, FROM_SCRATCH, HEADLINE
-from gredp.reproduce.runner import record_file, run_cells
 from gredp.reproduce.tables import HEADER, lines, paper_figure
+from gredp.training.jobs import record_file, run_jobs
 from gredp.training.settings import TrainSettings
 
 TARGETS = (
@@ -145,7 +145,7 @@ def test_a_cell_that_fails_is_named_in_one_line(tmp_path):
     with pytest.raises(
         GredpError, match=r"mnist-lenet5-dpsgd-eps1-1epochs-seed0 failed: gredp: .*is not there"
     ):
-        run_cells([cell], tmp_path / "r", tmp_path / "w", 1, {"data-dir": str(tmp_path)}, lambda *a: None)
+        run_jobs([cell], tmp_path / "r", tmp_path / "w", 1, {"data-dir": str(tmp_path)}, lambda *a: None)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 from gredp.audit.lower_bound import audited_lower_bound
 from gredp.reproduce.cells import ROWS, Cell
-from gredp.reproduce.runner import read_record, record_file
 from gredp.reproduce.theorems import check_theorems
+from gredp.training.jobs import read_record, record_file
 from gredp.training.record import header, save
 
 

@@ -101,6 +101,10 @@ class Cell:
         return [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
     @property
+    def facts(self) -> dict[str, str]:
+        return {"cell": self.name, "row": self.row}
+
+    @property
     def transferred(self) -> bool:
         """Whether it trains the last layers of a pretrained network, from a file that the user brings."""
         return self.model.startswith("resnet18-")

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
@@ -11,7 +10,7 @@ import tyro
 
 from gredp.errors import GredpError
 from gredp.reproduce.cells import Cell, Scale, Target, cells
-from gredp.reproduce.runner import run_cells
+from gredp.training.jobs import Bar, run_jobs
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def run_reproduce(settings: ReproduceSettings) -> None:
     given = {"data-dir": settings.data_dir, "pretrained": settings.pretrained}
     places = {option: path for option, path in given.items() if path is not None}
     if wanted:
-        with _Bar() as watch:
-            run_cells(wanted, out, runs, workers, places, watch)
+        with Bar() as watch:
+            run_jobs(wanted, out, runs, workers, places, watch)
     elif settings.target == "table2":
         raise GredpError("table2 has no smoke scale: use --scale quick or full")
     _audit(settings, wanted, out)
@@ -87,32 +86,3 @@ def _show(settings: ReproduceSettings, out: Path) -> None:
             if target == name and found:
                 draw(found, out / f"{name}.svg")
                 print(f"figure: {out / name}.svg")
-
-
-class _Bar:
-    """A bar over the work of all cells, with the time left."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._task = self._progress.add_task("cells", total=None, status="")
-
-    def __enter__(self) -> "_Bar":
-        self._progress.start()
-        return self
-
-    def __call__(self, done: float, total: float, finished: int, running: Sequence[str]) -> None:
-        status = f"{finished} done; {', '.join(running)}"
-        self._progress.update(self._task, completed=done, total=total, status=status)
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()

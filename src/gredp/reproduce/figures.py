@@ -46,7 +46,7 @@ def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
             )
             right.set(title=network, xlabel="proven ε")
             left.legend(fontsize=7)
-        _save(figure, path)
+        save_figure(figure, path)
 
 
 def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
@@ -68,10 +68,10 @@ def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
             left.set(title=network, xlabel="proven ε spent", ylabel="test accuracy, %")
             right.set(title=network, xlabel="epochs")
             right.legend(fontsize=7)
-        _save(figure, path)
+        save_figure(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a date of its own the file is the same every time.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})

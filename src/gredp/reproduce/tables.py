@@ -9,7 +9,7 @@ from typing import Any
 from gredp.privacy.accountant import round_up
 from gredp.reproduce.cells import PAPER, Cell
 from gredp.reproduce.paper import BATCH_SIZE, CLIPPING, FROM_SCRATCH, LEARNING_RATE, TRANSFER
-from gredp.reproduce.runner import JUDGED_BY, read_record
+from gredp.training.jobs import JUDGED_BY, read_record
 
 #: how a row is called where people read it
 TITLES = {

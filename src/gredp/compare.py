@@ -1,0 +1,217 @@
+"""`gredp compare`: several methods on one data set, model and ε, and which differences are more than chance.
+
+Each method is trained `seeds` times, with another initialisation, other batches and other noise. Intervals
+are those of Student's t for the mean over such runs; differences are Welch's, their p-values corrected by
+Holm for the number of pairs. All runs see the same test set: what another one would say is not covered.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gredp.errors import GredpError
+from gredp.privacy.accountant import round_up
+from gredp.training.jobs import JUDGED_BY, Bar, read_record, run_jobs
+from gredp.training.record import header, save
+from gredp.training.settings import OF_ONE_START, TrainSettings
+
+Name = Literal["plain", "dpsgd", "spectral-dp", "gredp", "shaped"]
+METHODS: dict[str, dict[str, str]] = {
+    "plain": {"method": "plain"},
+    "dpsgd": {"method": "dpsgd"},
+    "spectral-dp": {"method": "spectral_dp"},
+    "gredp": {"method": "gredp"},
+    "shaped": {"method": "gredp", "noise": "shaped"},
+}
+#: what `gredp compare` sets itself, or has no use for
+OWN = (*OF_ONE_START, "method", "noise", "claim", "seed", "insecure_seed")
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class CompareSettings(TrainSettings):
+    """Train several methods alike and say which differences are more than chance; options as of train."""
+
+    methods: tuple[Name, ...] = ("dpsgd", "gredp", "shaped")
+    seeds: int = 5
+    """runs of each method"""
+    workers: int | None = None
+    """processes at once; by default one for each core"""
+
+    def check(self) -> None:
+        if self.seeds < 2:
+            raise GredpError(f"--seeds must be at least 2 to tell chance from difference, not {self.seeds}")
+        if len(set(self.methods)) != len(self.methods) or not self.methods:
+            raise GredpError("--methods names each method once")
+        if self.workers is not None and self.workers < 1:
+            raise GredpError(f"--workers must be at least 1, not {self.workers}")
+        if self.resume or self.fork or self.insecure_seed is not None:
+            raise GredpError("gredp compare takes neither --resume, --fork nor --insecure-seed")
+        if self.recipe is None:  # a recipe's settings are checked where they are read, in each run
+            super().check()
+
+    def told(self) -> dict[str, Any]:
+        """What the user has said for all runs."""
+        given = {f.name: getattr(self, f.name) for f in fields(TrainSettings) if f.name not in OWN}
+        usual = TrainSettings()
+        return {name: value for name, value in given.items() if value != getattr(usual, name)}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of one method."""
+
+    method: str
+    seed: int
+    settings: CompareSettings
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-seed{self.seed}"
+
+    @property
+    def arguments(self) -> list[str]:
+        told = {**METHODS[self.method], "seed": self.seed, **self.settings.told()}
+        return [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+    @property
+    def epochs(self) -> int:
+        return self.settings.epochs
+
+    @property
+    def work(self) -> float:
+        return 1.0
+
+    @property
+    def transferred(self) -> bool:
+        return False
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"compared": self.method}
+
+
+def run_compare(settings: CompareSettings) -> None:
+    settings.check()
+    out = Path(settings.out or "comparison")
+    trials = [Trial(name, seed, settings) for seed in range(settings.seeds) for name in settings.methods]
+    _refuse_another(out, trials)
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    with Bar() as watch:
+        run_jobs(trials, out, out / "runs", workers, {}, watch)
+    result = summary({name: _records(out, trials, name) for name in settings.methods})
+    save(out / "comparison.json", header() | {"settings": settings.told()} | result)
+    _show(result, out)
+
+
+def _refuse_another(out: Path, trials: Sequence[Trial]) -> None:
+    """A folder holds one comparison: records of other settings would be mixed in."""
+    for trial in trials:
+        record = read_record(out, trial)
+        if record is not None and record["command"] != " ".join(["gredp train", *trial.arguments]):
+            raise GredpError(f"{out} holds a comparison with other settings: choose another --out")
+
+
+def _records(out: Path, trials: Sequence[Trial], method: str) -> list[dict[str, Any]]:
+    found = [read_record(out, trial) for trial in trials if trial.method == method]
+    return [record for record in found if record is not None]
+
+
+def summary(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Means with intervals, and each pair's difference with its interval, p-value and what follows."""
+    from scipy import stats
+
+    accuracies = {
+        name: np.array([record[key] for record in found for key in JUDGED_BY if key in record])
+        for name, found in records.items()
+    }
+    methods = {}
+    for name, values in accuracies.items():
+        half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+        epsilons = [float(record["guarantee"]["proven_epsilon"]) for record in records[name]]
+        methods[name] = {
+            "accuracies": values.tolist(),
+            "mean": float(values.mean()),
+            "interval": [float(values.mean() - half), float(values.mean() + half)],
+            "proven_epsilon": max(epsilons),
+            "seconds": float(np.median([record["seconds"] for record in records[name]])),
+        }
+    pairs = [_difference(a, accuracies[a], b, accuracies[b]) for a, b in combinations(accuracies, 2)]
+    for rank, pair in enumerate(sorted(pairs, key=lambda pair: pair["p"])):
+        before = max((p["corrected_p"] for p in pairs if "corrected_p" in p), default=0.0)
+        pair["corrected_p"] = min(1.0, max(before, (len(pairs) - rank) * pair["p"]))
+    for pair in pairs:
+        pair["significant"] = pair["corrected_p"] < LEVEL
+    return {"methods": methods, "differences": pairs, "level": LEVEL}
+
+
+def _difference(name: str, a: np.ndarray, other: str, b: np.ndarray) -> dict[str, Any]:
+    from scipy import stats
+
+    difference = float(a.mean() - b.mean())
+    if a.std() == b.std() == 0:  # nothing varied: t has no scale
+        return {"pair": [name, other], "difference": difference, "interval": [difference] * 2,
+                "p": 1.0 if difference == 0 else 0.0}  # fmt: skip
+    test = stats.ttest_ind(a, b, equal_var=False)
+    interval = test.confidence_interval(1 - LEVEL)
+    return {
+        "pair": [name, other],
+        "difference": difference,
+        "interval": [float(interval.low), float(interval.high)],
+        "p": float(test.pvalue),
+    }
+
+
+def _show(result: dict[str, Any], out: Path) -> None:
+    from gredp.console import table
+
+    def percent(low: float, high: float) -> str:
+        return f"{100 * low:.2f} to {100 * high:.2f}"
+
+    rows = [
+        (
+            name,
+            f"{100 * found['mean']:.2f}",
+            percent(*found["interval"]),
+            "∞" if np.isinf(found["proven_epsilon"]) else f"{round_up(found['proven_epsilon'], 3)}",
+            f"{found['seconds']:.1f}",
+        )
+        for name, found in result["methods"].items()
+    ]
+    table("accuracy, %", rows, ("method", "mean", "95 % interval", "proven ε", "seconds"))
+    pairs = [
+        (
+            " − ".join(pair["pair"]),
+            f"{100 * pair['difference']:+.2f}",
+            percent(*pair["interval"]),
+            f"{pair['corrected_p']:.3f}",
+            "significant" if pair["significant"] else "not significant",
+        )
+        for pair in result["differences"]
+    ]
+    if pairs:
+        table("differences, points", pairs, ("pair", "difference", "95 % interval", "p (Holm)", "verdict"))
+    draw(result, out / "comparison.svg")
+    print(f"record: {out / 'comparison.json'}\nfigure: {out / 'comparison.svg'}")
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Every run as a dot, every mean with its interval."""
+    from gredp.reproduce.figures import STYLE, plt, save_figure
+
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6, 1 + 0.5 * len(result["methods"])), layout="constrained")
+        for place, found in enumerate(result["methods"].values()):
+            axes.plot(100 * np.array(found["accuracies"]), [place] * len(found["accuracies"]), "o", alpha=0.4)
+            low, high = found["interval"]
+            error = [[100 * (found["mean"] - low)], [100 * (high - found["mean"])]]
+            axes.errorbar(100 * found["mean"], place + 0.15, xerr=error, fmt="k|", capsize=3)
+        axes.set_yticks(range(len(result["methods"])), list(result["methods"]))
+        axes.set(xlabel="accuracy, % (dots: runs; bars: 95 % interval of the mean)")
+        axes.invert_yaxis()
+        save_figure(figure, path)
