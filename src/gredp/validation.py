@@ -128,8 +128,8 @@ def to_spectral(model: nn.Module, block: int = 8) -> nn.Module:
     def choose(name: str, layer: nn.Module) -> nn.Module | None:
         if name in hidden:
             return None
-        plain = isinstance(layer, nn.Conv2d) and rule_for(layer) is convolution_with_bias
-        if plain and not isinstance(layer, SpectralConv2d):
+        stock = rule_for(layer) is convolution_with_bias
+        if isinstance(layer, nn.Conv2d) and stock and not isinstance(layer, SpectralConv2d):
             return SpectralConv2d.from_conv(layer)
         if isinstance(layer, nn.Linear) and rule_for(layer):
             size = block
