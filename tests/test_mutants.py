@@ -15,7 +15,8 @@ import pytest
 
 # the named tests live there
 sys.path += [
-    str(Path(__file__).parent / folder) for folder in ("laws", "gradient", "training", "faults", "front")
+    str(Path(__file__).parent / folder)
+    for folder in ("laws", "gradient", "training", "privacy", "faults", "front")
 ]
 
 import test_clipped_sum
@@ -24,6 +25,7 @@ import test_mechanism_laws as laws
 import test_normalise
 import test_ranks
 import test_runs
+import test_schedule
 import test_views
 
 import test_distributed
@@ -86,6 +88,11 @@ MUTANTS = [
         bugs.views_of_a_record_torn_apart,
         test_views.test_the_views_of_a_record_stay_together_in_physical_batches,
         (7,),
+    ),
+    Mutant(
+        bugs.a_schedule_that_is_charged_and_not_drawn,
+        test_schedule.test_what_is_drawn_is_what_is_charged,
+        ("dpsgd",),
     ),
     Mutant(
         bugs.noise_divided_by_the_batch,
