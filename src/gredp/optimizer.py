@@ -11,7 +11,7 @@ from gredp.distributed import world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.step import PrivateStep
-from gredp.privacy.ledger import Ledger
+from gredp.privacy.ledger import Entry, Ledger
 
 
 class PrivateOptimizer(Optimizer):
@@ -64,6 +64,10 @@ class PrivateOptimizer(Optimizer):
     def noise_multiplier(self) -> float:
         """The proven multiplier of every step."""
         return self.certificate.noise_multiplier
+
+    def cost(self, steps: int) -> Entry:
+        """What the ledger is charged for so many steps."""
+        return Entry(self.noise_multiplier, self.sample_rate, steps, self.claimed_multiplier)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
