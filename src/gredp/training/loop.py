@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,23 +18,30 @@ from gredp.data import Splits, load
 from gredp.distributed import from_first, largest, process_group, rank, refuse_differences, world_size
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
+from gredp.gradient.spectra import noise_spectrum
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
-from gredp.training.record import describe, dumps, header
+from gredp.training.record import describe, dumps, header, plain_numbers
 from gredp.training.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.training.signals import Stopped, Waiting, handled_by
+from gredp.training.trackers import Several, Tracker, make_trackers
 
 
 class Progress(Protocol):
     """What the loop tells while it runs."""
 
-    def begin(self, epochs: int, done: int) -> None: ...
+    def begin(self, steps: int, done: int, batch: int) -> None:
+        """`done` of `steps` are charged already, each on `batch` records on average."""
 
-    def update(self, epsilon: float, accuracy: float) -> None: ...
+    def step(self, done: int, epsilon: float) -> None:
+        """`epsilon` is at least what was spent: what will be at the end of the epoch."""
+
+    def update(self, epsilon: float, accuracy: float) -> None:
+        """The end of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Session:
     seconds: float = 0.0
     updates: int = 0
     signal: Waiting = field(default_factory=Waiting)
+    progress: Progress | None = None
 
     @property
     def steps(self) -> int:
@@ -71,6 +80,11 @@ class Session:
     def save(self) -> None:
         done = {"metrics": self.metrics, "seconds": self.seconds, "updates": self.updates}
         self.engine.save(self.folder, done)
+
+    def publish(self) -> None:
+        """What has been released so far, beside the weights: for whoever looks before the run ends."""
+        released = {"metrics": self.metrics, "spectrum": noise_spectrum(self.optimizer.private_step)}
+        write(self.folder / "metrics.json", (dumps(released) + "\n").encode())
 
     def stop_if_told(self) -> None:
         """Leave, if a signal has come to any process, with everything saved."""
@@ -110,7 +124,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return hits / len(y)
 
 
-def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
+def train(settings: TrainSettings, progress: Progress | None = None, trackers: Sequence[Tracker] = ()) -> Run:
     """Train as told, write `record.json` and `model.safetensors`, return the record.
 
     The target ε is a ceiling: a run has a fixed number of steps, each is charged once, and steps that a crash
@@ -118,10 +132,10 @@ def train(settings: TrainSettings, progress: Progress | None = None) -> Run:
     """
     settings.check()
     with process_group():
-        return _train(settings, progress if rank() == 0 else None)
+        return _train(settings, progress if rank() == 0 else None, trackers if rank() == 0 else ())
 
 
-def _train(settings: TrainSettings, progress: Progress | None) -> Run:
+def _train(settings: TrainSettings, progress: Progress | None, trackers: Sequence[Tracker]) -> Run:
     data = load(settings.dataset, settings.data_dir)
     kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
     refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data)})
@@ -129,11 +143,28 @@ def _train(settings: TrainSettings, progress: Progress | None) -> Run:
     engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
     try:
         session = _resume(settings, data, engine) if settings.resume else _begin(settings, data, engine)
-        with handled_by(session.signal):
-            _epochs(session, progress)
-        return _finish(session)
+        session.progress = progress
+        tracked, record = Several(trackers), dict[str, Any]()
+        from_first(lambda: _start(session, tracked))
+        try:
+            with handled_by(session.signal):
+                _epochs(session, tracked)
+            run = _finish(session)
+            record = run.record
+            return run
+        finally:
+            tracked.finish(record)
     finally:
         engine.detach()
+
+
+def _start(session: Session, tracked: Several) -> tuple[None, bytes]:
+    """In the first process only."""
+    tracked.join(make_trackers(session.settings.track, session.folder))
+    if tracked:  # what the whole run will cost takes an accountant's time
+        left = session.steps - session.charged
+        tracked.start(session.settings.kept(), session.engine.guarantee(session.settings.delta, left))
+    return None, b""
 
 
 def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
@@ -150,8 +181,14 @@ def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Sess
 def _found(session: Session) -> tuple[int, bytes]:
     """Make the run's folder; gives the number of this start."""
     session.save()
-    multiplier = session.engine.requested_multiplier
-    facts = {"data": describe_data(session.data), "noise_multiplier": multiplier}
+    facts = {
+        "data": describe_data(session.data),
+        "noise_multiplier": session.engine.requested_multiplier,
+        "certificate": plain_numbers(describe(session.optimizer.certificate)),
+        "model": _network(session.settings, session.data),
+        "parameters": sum(p.numel() for p in session.model.parameters()),
+        "steps": session.steps,
+    }
     write_document(session.folder / FILE, {"settings": session.settings.kept(), **facts})
     return session.engine.secret.incarnation, b""
 
@@ -221,14 +258,15 @@ def describe_data(data: Splits) -> dict[str, Any]:
     }
 
 
-def _epochs(session: Session, progress: Progress | None) -> None:
+def _epochs(session: Session, tracked: Tracker) -> None:
     """Step until every step is charged; the ledger alone says how far the run has come."""
     settings, engine = session.settings, session.engine
     sampler = session.loader.batch_sampler
     assert isinstance(sampler, PoissonBatchSampler)
     x_test = centred(session.data.x_test)
+    progress = session.progress
     if progress is not None:
-        progress.begin(settings.epochs, session.charged // session.per_epoch)
+        progress.begin(session.steps, session.charged, settings.batch_size)
     while not session.metrics or session.metrics[-1]["epoch"] < settings.epochs:
         sampler.steps = min(
             session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
@@ -240,7 +278,8 @@ def _epochs(session: Session, progress: Progress | None) -> None:
             spent = engine.get_epsilon(settings.delta)
             session.metrics[-1] |= {"proven_epsilon": spent, "test_accuracy": share}
             session.save()
-            write(session.folder / "metrics.json", (dumps({"metrics": session.metrics}) + "\n").encode())
+            session.publish()
+            tracked.log(session.charged, session.metrics[-1])
             if progress is not None:
                 progress.update(spent, share)
         session.stop_if_told()
@@ -249,6 +288,10 @@ def _epochs(session: Session, progress: Progress | None) -> None:
 def _steps(session: Session) -> None:
     """The sampler's steps, with a checkpoint now and then."""
     started, saved = time.monotonic() - session.seconds, time.monotonic()
+    sampler, ceiling = session.loader.batch_sampler, 0.0
+    assert isinstance(sampler, PoissonBatchSampler)
+    if session.progress is not None:  # once an epoch; its end asks for the same figure, which is kept
+        ceiling = session.engine.get_epsilon(session.settings.delta, sampler.steps)
     with BatchMemoryManager(
         data_loader=session.loader,
         max_physical_batch_size=session.settings.max_physical_batch_size,
@@ -262,6 +305,8 @@ def _steps(session: Session) -> None:
             now = time.monotonic()
             session.seconds, session.updates = now - started, session.updates + session.charged - charged
             whole = session.charged > charged
+            if whole and session.progress is not None:
+                session.progress.step(session.charged, ceiling)
             if whole and now - saved >= session.settings.checkpoint_seconds:
                 session.save()
                 saved = now
@@ -274,16 +319,6 @@ def _finish(session: Session) -> Run:
         return Run(session.folder, {})
     settings, engine, private = session.settings, session.engine, session.optimizer
     assert engine.ledger.file is not None
-    guarantee = {
-        "proven_epsilon": engine.get_epsilon(settings.delta),
-        "claimed_epsilon": engine.get_claimed_epsilon(settings.delta),
-        "noise_multiplier": private.noise_multiplier,
-        "sigma": private.sigma,
-        "delta": settings.delta,
-        "accountant": settings.accountant,
-        "steps": engine.ledger.steps,
-        "sample_rate": private.sample_rate,
-    }
     record = {
         **header(),
         "settings": settings.kept()
@@ -291,13 +326,14 @@ def _finish(session: Session) -> Run:
         "data": describe_data(session.data),
         "processes": world_size(),
         "parameters": sum(p.numel() for p in session.model.parameters()),
-        "guarantee": guarantee | {"neighbours": "add or remove one record"},
+        "guarantee": engine.guarantee(settings.delta),
         "certificate": describe(private.certificate),
         "ledger": engine.ledger.to_json(),
         "starts": engine.ledger.file.written.incarnations,
         "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
         "metrics": session.metrics,
+        "spectrum": noise_spectrum(private.private_step),
         "test_accuracy": session.metrics[-1]["test_accuracy"],
         "selection": "the last epoch; no epoch or setting was chosen by this run",
         "seconds": round(session.seconds, 2),
