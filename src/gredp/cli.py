@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,8 +15,10 @@ from gredp.audit.command import AuditSettings, run_audit
 from gredp.compare import CompareSettings, run_compare
 from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
-from gredp.privacy.accountant import AccountantName, epsilon, round_up
+from gredp.privacy.accountant import AccountantName, round_up
+from gredp.report.command import ReportSettings, run_report
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
+from gredp.sealed import one_line
 from gredp.training.recipes import Recipe
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
@@ -86,6 +88,7 @@ Command = (
     | Annotated[TuneSettings, tyro.conf.subcommand("tune", description=TuneSettings.__doc__)]
     | Annotated[DataSettings, tyro.conf.subcommand("data", description=DataSettings.__doc__)]
     | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
+    | Annotated[ReportSettings, tyro.conf.subcommand("report", description=ReportSettings.__doc__)]
 )
 
 
@@ -126,12 +129,24 @@ def run_train(settings: TrainSettings) -> None:
             return
         result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
         result |= {settings.judged_by: run.record[settings.judged_by], "run": str(run.folder)}
+        _try_report(run.folder)
         print(dumps(result))
         return
     with Bar() as progress:
         run = train(settings, progress)
     if run.record:
-        show_run(run)
+        show_run(run, _try_report(run.folder))
+
+
+def _try_report(folder: Path) -> Path | None:
+    """The run is done and its ε spent: a page that cannot be written is no reason to fail."""
+    from gredp.report.command import write_report
+
+    try:
+        return write_report([folder])
+    except Exception as error:
+        warnings.warn(f"no report was written ({one_line(error)}): try gredp report {folder}", stacklevel=2)
+        return None
 
 
 def run_tune(settings: TuneSettings, arguments: list[str]) -> None:
@@ -179,31 +194,19 @@ def run_account(settings: AccountSettings) -> None:
 
 
 def run_ledger(settings: LedgerSettings) -> None:
-    from gredp.privacy.ledger_file import read_ledger
+    from gredp.training.spent import spent
 
-    written = read_ledger(Path(settings.run) / "ledger")
-    own = saved_settings(settings.run) if (Path(settings.run) / FILE).exists() else TrainSettings()
-    delta = own.delta if settings.delta is None else settings.delta
-    spent = epsilon(written.entries, delta, settings.accountant or own.accountant)
+    found = spent(settings.run, settings.delta, settings.accountant)
+    written = found.written
     if settings.json:
         from gredp.training.record import dumps
 
-        result = {
-            "proven_epsilon": spent,
-            "delta": delta,
-            "steps": written.steps,
-            "inherited_steps": written.inherited,
-            "starts": written.incarnations,
-            "torn_last_line": written.torn,
-            "entries": [asdict(entry) for entry in written.entries],
-            "seal": written.seals[-1],
-        }
-        print(dumps(result))
+        print(dumps(found.to_json()))
         return
     from gredp.console import table
 
     rows = [
-        ("proven ε", f"{round_up(spent)} at δ = {delta}"),
+        ("proven ε", f"{round_up(found.proven_epsilon)} at δ = {found.delta}"),
         ("steps", f"{written.steps}, {written.inherited} of them before this run"),
         *(
             ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}")
@@ -286,6 +289,8 @@ def main(arguments: list[str] | None = None) -> None:
                 run_reproduce(settings)
             elif isinstance(settings, DataSettings):
                 run_data(settings)
+            elif isinstance(settings, ReportSettings):
+                run_report(settings)
             elif isinstance(settings, AuditSettings):
                 sys.exit(run_audit(settings))
             else:

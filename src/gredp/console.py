@@ -1,11 +1,21 @@
 """What a person sees: a progress bar while it runs, a table at the end."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 from gredp.privacy.accountant import round_up
 
@@ -13,26 +23,43 @@ if TYPE_CHECKING:
     from gredp.training.loop import Run
 
 
-class Bar:
-    """A bar over epochs with the ε spent so far and the time left; it appears when training begins."""
+class Throughput(ProgressColumn):
+    """Records a second, from the batch size that is expected: the one that was drawn is secret."""
 
-    def __init__(self) -> None:
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed * task.fields['batch']:,.0f} records/s")
+
+
+class Bar:
+    """A bar over steps: time left, records a second, and an ε that is never below what was spent.
+
+    Within an epoch it shows the ε that the epoch's end will have cost. It appears when training begins.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
+            Throughput(),
+            TextColumn("{task.fields[spent]}  {task.fields[accuracy]}"),
         )
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress = Progress(*columns, console=console or Console(stderr=True))
 
-    def begin(self, epochs: int, done: int) -> None:
-        self._task = self._progress.add_task("training", total=epochs, completed=done, status="")
+    def begin(self, steps: int, done: int, batch: int) -> None:
+        self._task = self._progress.add_task(
+            "training", total=steps, completed=done, batch=batch, spent="", accuracy=""
+        )
         self._progress.start()
 
+    def step(self, done: int, epsilon: float) -> None:
+        self._progress.update(self._task, completed=done, spent=f"ε ≤ {round_up(epsilon, 3)}")
+
     def update(self, epsilon: float, accuracy: float) -> None:
-        status = f"ε {round_up(epsilon, 3)}  accuracy {accuracy:.3f}"
-        self._progress.update(self._task, advance=1, status=status)
+        spent, share = f"ε {round_up(epsilon, 3)}", f"accuracy {accuracy:.3f}"
+        self._progress.update(self._task, spent=spent, accuracy=share)
 
     def __enter__(self) -> "Bar":
         return self
@@ -49,7 +76,7 @@ def table(title: str, rows: Sequence[tuple[str, ...]], header: Sequence[str] = (
     Console().print(grid)
 
 
-def show_run(run: "Run") -> None:
+def show_run(run: "Run", report: Path | None = None) -> None:
     """Accuracy and what it cost; the proven ε before the claimed one."""
     record, guarantee = run.record, run.record["guarantee"]
     settings, claimed = record["settings"], guarantee["claimed_epsilon"]
@@ -63,11 +90,13 @@ def show_run(run: "Run") -> None:
         ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}"),
         ("run", str(run.folder)),
     ]
+    if report is not None:
+        rows.append(("report", str(report)))
     if record["insecure"]:
         rows.insert(0, ("INSECURE", "noise from --insecure-seed: the ε below holds for nobody who knows it"))
     if "tuning" in record:
         chosen = ", ".join(f"{name} {value:g}" for name, value in record["tuning"]["chosen"].items())
         rows.insert(2, ("chosen privately", f"{chosen}; the proven ε covers the choice"))
     if record.get("steps_lost"):
-        rows.insert(-1, ("lost in crashes", f"{record['steps_lost']} steps, charged all the same"))
+        rows.insert(-2, ("lost in crashes", f"{record['steps_lost']} steps, charged all the same"))
     table(f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows)

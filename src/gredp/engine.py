@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms import Mechanism, mechanism
+from gredp.mechanisms.plan import Needs
 from gredp.mechanisms.select import noise_scale
 from gredp.optimizer import PrivateOptimizer
-from gredp.privacy.accountant import Accountant
+from gredp.privacy.accountant import Accountant, epsilon
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
 from gredp.privacy.ledger import Entry, Ledger
@@ -28,6 +30,7 @@ from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret
 from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.summary import Summary, guarantee_rows, html_table, summarise
 from gredp.training.average import WeightAverage
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
 from gredp.training.run_folder import Checkpoint, RunFolder
@@ -61,6 +64,9 @@ class PrivacyEngine:
         self._capture: Capture | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._folder: RunFolder | None = None
+        self._loader: DataLoader[Any] | None = None
+        #: the δ that was asked for
+        self.target_delta: float | None = None
         #: the multiplier as it was asked for: z, or the paper's σ under its claim
         self.requested_multiplier = math.nan
 
@@ -165,6 +171,7 @@ class PrivacyEngine:
         if ema:
             private.average = WeightAverage(module, ema)
         self._optimizer, self.requested_multiplier = private, noise_multiplier
+        self._loader = loader
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
         return module, private, loader
@@ -216,6 +223,7 @@ class PrivacyEngine:
                 self.ledger.entries,
                 schedule,
             )
+        self.target_delta = target_delta
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -239,9 +247,28 @@ class PrivacyEngine:
         module, optimizer = self._private()
         return module if optimizer.average is None else optimizer.average.module
 
-    def get_epsilon(self, delta: float) -> float:
-        """The proven ε spent so far at `delta`."""
-        return self.accountant.get_epsilon(delta)
+    def get_epsilon(self, delta: float, further_steps: int = 0) -> float:
+        """The proven ε spent so far at `delta`; with `further_steps`, what it will be after as many more."""
+        if not further_steps:
+            return self.accountant.get_epsilon(delta)
+        further = self._private()[1].cost(further_steps)
+        return epsilon((*self.ledger.entries, *further), delta, self.accountant.name)
+
+    def guarantee(self, delta: float, further_steps: int = 0) -> dict[str, Any]:
+        """What holds now, or would after `further_steps` more: proven ε, and the claimed one beside it."""
+        _, optimizer = self._private()
+        entries = (*self.ledger.entries, *optimizer.cost(further_steps))
+        return {
+            "proven_epsilon": self.get_epsilon(delta, further_steps),
+            "claimed_epsilon": claimed_epsilon(entries, delta),
+            "noise_multiplier": optimizer.noise_multiplier,
+            "sigma": optimizer.sigma,
+            "delta": delta,
+            "accountant": self.accountant.name,
+            "steps": self.ledger.steps + further_steps,
+            "sample_rate": optimizer.sample_rate,
+            "neighbours": "add or remove one record",
+        }
 
     def get_claimed_epsilon(self, delta: float) -> float | None:
         """What the paper would report for the same run; None where it makes no claim."""
@@ -352,8 +379,44 @@ class PrivacyEngine:
         """Whether `make_private` would take this model."""
         return not validate(module)
 
+    def summary(self, model: nn.Module | None = None, example: Any = None, batch: int = 1) -> Summary:
+        """The layers that are trained privately: rule, parameters, memory for each of `batch` records.
+
+        By default those of the private model, run on zeros shaped as a record of its loader. Another model,
+        before it is made private, needs an `example` input (a batch) for the memory to be known.
+        """
+        errors = validate(model) if model is not None else []
+        if errors:
+            raise errors[0]
+        needs: Needs = "norms" if self._capture is None else self._capture.needs
+        if model is None:
+            model = self._private()[0]
+        run: Any = None
+        if example is not None:
+            run = partial(_run_on_zeros, model, example)
+        elif self._loader is not None and self._capture is not None and model is self._capture.module:
+            run = partial(_run_on_zeros, model, _one_record(self._loader))
+        return summarise(model, run, batch, needs)
+
     def __repr__(self) -> str:
         return f"PrivacyEngine(accountant={self.accountant.name!r}, steps={self.ledger.steps})"
+
+    def _shown(self) -> list[tuple[str, str]]:
+        if self._optimizer is None:
+            return [("nothing spent", "make_private comes first")]
+        rows = guarantee_rows(self.guarantee(self.target_delta or 1e-5))
+        if self.secret.insecure or not isinstance(self._optimizer.private_step.source, SecretSource):
+            rows.insert(0, ("INSECURE", "noise from a seed: the ε below holds for nobody who knows it"))
+        return rows
+
+    def __str__(self) -> str:
+        """The guarantee, at the δ that was asked for, or 1e-5."""
+        rows = self._shown()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["PrivacyEngine", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._shown(), ("PrivacyEngine", ""))
 
 
 def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
@@ -428,16 +491,20 @@ def _expected_batch_size(loader: DataLoader[Any], sampler: PoissonBatchSampler) 
 def _blocks(chosen: Mechanism, capture: Capture, loader: DataLoader[Any]) -> list[Block]:
     if chosen.transform != "padded":
         return capture.blocks()
+    return capture.padded_blocks(lambda: _run_on_zeros(capture.module, _one_record(loader)))
 
-    def run_on_zeros() -> None:
-        assert isinstance(loader.collate_fn, EmptyBatches)
-        batch = loader.collate_fn.collate([loader.dataset[0]])
-        sample = batch[0] if isinstance(batch, tuple | list) else batch
-        device = next(capture.module.parameters()).device
-        zeros = tree_map(
-            lambda leaf: torch.zeros_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf,
-            sample,
-        )
-        capture.module(**zeros) if isinstance(zeros, dict) else capture.module(zeros)
 
-    return capture.padded_blocks(run_on_zeros)
+def _one_record(loader: DataLoader[Any]) -> Any:
+    """The model's input for a batch of one; its shape is wanted, not its values."""
+    assert isinstance(loader.collate_fn, EmptyBatches)
+    batch = loader.collate_fn.collate([loader.dataset[0]])
+    return batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def _run_on_zeros(module: nn.Module, example: Any) -> None:
+    device = next(module.parameters()).device
+    zeros = tree_map(
+        lambda leaf: torch.zeros_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf,
+        example,
+    )
+    module(**zeros) if isinstance(zeros, dict) else module(zeros)

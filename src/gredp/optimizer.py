@@ -1,6 +1,7 @@
 """The optimiser a user steps: it charges the ledger, asks rail A for a gradient, and hands it on."""
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from gredp.distributed import world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.step import PrivateStep
-from gredp.privacy.ledger import Ledger
+from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 
 
@@ -76,6 +77,19 @@ class PrivateOptimizer(Optimizer):
     def noise_multiplier(self) -> float:
         """The proven multiplier of every step; where the noise is scheduled, at factor 1."""
         return self.certificate.noise_multiplier
+
+    def cost(self, steps: int) -> tuple[Entry, ...]:
+        """What the ledger will be charged for so many steps more."""
+        first = self.ledger.steps - self.charged_before
+        factors = groupby(self.schedule.factor(first + step) for step in range(steps))
+        return tuple(
+            Entry(z, self.sample_rate, len(list(same)), self._claimed(factor))
+            for factor, same in factors
+            for z in [self._certified[factor].noise_multiplier]
+        )
+
+    def _claimed(self, factor: float) -> float | None:
+        return None if self.claimed_multiplier is None else self.claimed_multiplier * factor
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -153,8 +167,7 @@ class PrivateOptimizer(Optimizer):
         if self._skip:
             return loss
         factor = self.schedule.factor(self.ledger.steps - self.charged_before)
-        claimed = None if self.claimed_multiplier is None else self.claimed_multiplier * factor
-        self.ledger.charge(self._certified[factor], self.sample_rate, claimed)
+        self.ledger.charge(self._certified[factor], self.sample_rate, self._claimed(factor))
         gradients = self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():

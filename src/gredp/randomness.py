@@ -28,6 +28,7 @@ class Secret:
         seed = f"insecure seed {insecure_seed}".encode()
         self._key = secrets.token_bytes(32) if insecure_seed is None else hmac.digest(b"", seed, "sha256")
         self._process = os.getpid()
+        self.insecure = insecure_seed is not None
         #: number of this start of the run; under a seed it alone keeps the draws of two starts apart
         self.incarnation = 0
 

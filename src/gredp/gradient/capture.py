@@ -28,6 +28,7 @@ from gredp.gradient.rules import (
 )
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block
+from gredp.sealed import one_line
 
 
 @dataclass(eq=False)
@@ -282,6 +283,20 @@ class Capture:
             self._pending[full] = gradient if held is None else add(held, gradient, self._grid_axes[full])
 
     def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> dict[str, PerSampleGradient]:
+        """By the unit's rule, or the generic one; what these refuse is refused by the layer's name."""
+        try:
+            return self._by_rule(unit, x, g, call)
+        except GredpError as error:
+            raise GredpError(f"{unit.name}: {error}") from None
+        except (RuntimeError, TypeError) as error:
+            if unit.rule is not None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise GredpError(
+                f"{unit.name} ({type(unit.layer).__name__}) has no rule of its own, and torch.func cannot "
+                f"differentiate it record by record ({one_line(error)}): build it from torch's own layers"
+            ) from error
+
+    def _by_rule(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> dict[str, PerSampleGradient]:
         if unit.rule is not None:
             with torch.no_grad():
                 gradients = self._of_records(unit.rule(unit.layer, x, g))

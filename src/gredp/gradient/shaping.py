@@ -57,6 +57,12 @@ class LearnedShape:
         """P for each block, `[group_count]`."""
         return dict(zip(self.names, self._precondition.float().split(self.counts)))
 
+    @property
+    def mean_shares(self) -> dict[str, Tensor]:
+        """The mean of the released shares for each block, `[group_count]`; zero before the first release."""
+        mean = self.total / (max(self.weight, 1.0) * self.expected_batch_size)
+        return dict(zip(self.names, mean.split(self.counts)))
+
     def state(self) -> dict[str, Tensor]:
         """All that was learned, for a checkpoint; every number of it was released."""
         return {

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ from gredp.front.backbone import Backbone
 from gredp.front.cache import Front, through
 from gredp.front.normalise import ChannelNorm, certificate, release
 from gredp.front.scattering import Scattering
+from gredp.gradient.spectra import noise_spectrum
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.calibrate import calibrate
@@ -36,18 +37,24 @@ from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
-from gredp.training.record import describe, dumps, header
+from gredp.training.record import describe, dumps, header, plain_numbers
 from gredp.training.schedule import rate_factor
 from gredp.training.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.training.signals import Stopped, Waiting, handled_by
+from gredp.training.trackers import Several, Tracker, make_trackers
 
 
 class Progress(Protocol):
     """What the loop tells while it runs."""
 
-    def begin(self, epochs: int, done: int) -> None: ...
+    def begin(self, steps: int, done: int, batch: int) -> None:
+        """`done` of `steps` are charged already, each on `batch` records on average."""
 
-    def update(self, epsilon: float, accuracy: float) -> None: ...
+    def step(self, done: int, epsilon: float) -> None:
+        """`epsilon` is at least what was spent: what will be at the end of the epoch."""
+
+    def update(self, epsilon: float, accuracy: float) -> None:
+        """The end of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Session:
     #: the certificate of the query before training, if there was one
     query: list[dict[str, Any]] | None = None
     signal: Waiting = field(default_factory=Waiting)
+    progress: Progress | None = None
 
     @property
     def steps(self) -> int:
@@ -88,6 +96,11 @@ class Session:
     def save(self) -> None:
         done = {"metrics": self.metrics, "seconds": self.seconds, "updates": self.updates}
         self.engine.save(self.folder, done)
+
+    def publish(self) -> None:
+        """What has been released so far, beside the weights: for whoever looks before the run ends."""
+        released = {"metrics": self.metrics, "spectrum": noise_spectrum(self.optimizer.private_step)}
+        write(self.folder / "metrics.json", (dumps(released) + "\n").encode())
 
     def stop_if_told(self) -> None:
         """Leave, if a signal has come to any process, with everything saved."""
@@ -152,7 +165,12 @@ def score(run: Run, data: Splits) -> int:
     return round(accuracy(model, data.x_test, data.y_test, centred) * len(data.y_test))
 
 
-def train(settings: TrainSettings, progress: Progress | None = None, data: Splits | None = None) -> Run:
+def train(
+    settings: TrainSettings,
+    progress: Progress | None = None,
+    trackers: Sequence[Tracker] = (),
+    data: Splits | None = None,
+) -> Run:
     """Train as told, write `record.json` and `model.safetensors`, return the record.
 
     The target ε is a ceiling: a run has a fixed number of steps, each is charged once, and steps that a crash
@@ -161,10 +179,13 @@ def train(settings: TrainSettings, progress: Progress | None = None, data: Split
     """
     settings.check()
     with process_group():
-        return _train(settings, progress if rank() == 0 else None, data)
+        first = rank() == 0
+        return _train(settings, progress if first else None, trackers if first else (), data)
 
 
-def _train(settings: TrainSettings, progress: Progress | None, given: Splits | None) -> Run:
+def _train(
+    settings: TrainSettings, progress: Progress | None, trackers: Sequence[Tracker], given: Splits | None
+) -> Run:
     data, front = read_data(settings, given)
     kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
     refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data, front)})
@@ -173,9 +194,17 @@ def _train(settings: TrainSettings, progress: Progress | None, given: Splits | N
     try:
         begin = _resume if settings.resume else _begin
         session = begin(settings, data, front, engine)
-        with handled_by(session.signal):
-            _epochs(session, progress)
-        return _finish(session)
+        session.progress = progress
+        tracked, record = Several(trackers), dict[str, Any]()
+        from_first(lambda: _start(session, tracked))
+        try:
+            with handled_by(session.signal):
+                _epochs(session, tracked)
+            run = _finish(session)
+            record = run.record
+            return run
+        finally:
+            tracked.finish(record)
     finally:
         engine.detach()
 
@@ -193,6 +222,15 @@ def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Spl
     if front is not None:
         data = through(front, data, settings.dataset, settings.data_dir)
     return (hold_out(data, settings.validation) if settings.validation else data), front
+
+
+def _start(session: Session, tracked: Several) -> tuple[None, bytes]:
+    """In the first process only."""
+    tracked.join(make_trackers(session.settings.track, session.folder))
+    if tracked:  # what the whole run will cost takes an accountant's time
+        left = session.steps - session.charged
+        tracked.start(session.settings.kept(), session.engine.guarantee(session.settings.delta, left))
+    return None, b""
 
 
 def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: PrivacyEngine) -> Session:
@@ -227,9 +265,16 @@ def _query(settings: TrainSettings, data: Splits) -> Certificate:
 def _found(session: Session) -> tuple[int, bytes]:
     """Make the run's folder; gives the number of this start."""
     session.save()
-    multiplier = session.engine.requested_multiplier
-    facts = {"data": describe_data(session.data, session.front), "noise_multiplier": multiplier}
-    facts |= {"settings": session.settings.kept(), "normalisation": session.query}
+    facts = {
+        "settings": session.settings.kept(),
+        "data": describe_data(session.data, session.front),
+        "noise_multiplier": session.engine.requested_multiplier,
+        "normalisation": session.query,
+        "certificate": plain_numbers(describe(session.optimizer.certificate)),
+        "model": _network(session.settings, session.data),
+        "parameters": sum(p.numel() for p in session.model.parameters()),
+        "steps": session.steps,
+    }
     write_document(session.folder / FILE, facts)
     return session.engine.secret.incarnation, b""
 
@@ -318,15 +363,16 @@ def describe_data(data: Splits, front: Front | None = None) -> dict[str, Any]:
     }
 
 
-def _epochs(session: Session, progress: Progress | None) -> None:
+def _epochs(session: Session, tracked: Tracker) -> None:
     """Step until every step is charged; the ledger alone says how far the run has come."""
     settings, engine = session.settings, session.engine
     sampler = session.loader.batch_sampler
     assert isinstance(sampler, PoissonBatchSampler)
     rate = _learning_rate(session)
     prepare = as_they_are if session.data.features else centred
+    progress = session.progress
     if progress is not None:
-        progress.begin(settings.epochs, session.charged // session.per_epoch)
+        progress.begin(session.steps, session.charged, settings.batch_size)
     while not session.metrics or session.metrics[-1]["epoch"] < settings.epochs:
         sampler.steps = min(
             session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
@@ -338,7 +384,8 @@ def _epochs(session: Session, progress: Progress | None) -> None:
             spent = engine.get_epsilon(settings.delta)
             session.metrics[-1] |= {"proven_epsilon": spent, settings.judged_by: share}
             session.save()
-            write(session.folder / "metrics.json", (dumps({"metrics": session.metrics}) + "\n").encode())
+            session.publish()
+            tracked.log(session.charged, session.metrics[-1])
             if progress is not None:
                 progress.update(spent, share)
         session.stop_if_told()
@@ -356,6 +403,10 @@ def _learning_rate(session: Session) -> LambdaLR:
 def _steps(session: Session, rate: LambdaLR) -> None:
     """The sampler's steps, with a checkpoint now and then."""
     started, saved = time.monotonic() - session.seconds, time.monotonic()
+    sampler, ceiling = session.loader.batch_sampler, 0.0
+    assert isinstance(sampler, PoissonBatchSampler)
+    if session.progress is not None:  # once an epoch; its end asks for the same figure, which is kept
+        ceiling = session.engine.get_epsilon(session.settings.delta, sampler.steps)
     with BatchMemoryManager(
         data_loader=session.loader,
         max_physical_batch_size=session.settings.max_physical_batch_size,
@@ -371,6 +422,8 @@ def _steps(session: Session, rate: LambdaLR) -> None:
             whole = session.charged > charged
             if whole:
                 rate.step()
+            if whole and session.progress is not None:
+                session.progress.step(session.charged, ceiling)
             if whole and now - saved >= session.settings.checkpoint_seconds:
                 session.save()
                 saved = now
@@ -383,16 +436,6 @@ def _finish(session: Session) -> Run:
         return Run(session.folder, {})
     settings, engine, private = session.settings, session.engine, session.optimizer
     assert engine.ledger.file is not None
-    guarantee = {
-        "proven_epsilon": engine.get_epsilon(settings.delta),
-        "claimed_epsilon": engine.get_claimed_epsilon(settings.delta),
-        "noise_multiplier": private.noise_multiplier,
-        "sigma": private.sigma,
-        "delta": settings.delta,
-        "accountant": settings.accountant,
-        "steps": engine.ledger.steps,
-        "sample_rate": private.sample_rate,
-    }
     record = {
         **header(),
         "settings": settings.kept()
@@ -400,7 +443,7 @@ def _finish(session: Session) -> Run:
         "data": describe_data(session.data, session.front),
         "processes": world_size(),
         "parameters": sum(p.numel() for p in session.model.parameters()),
-        "guarantee": guarantee | {"neighbours": "add or remove one record"},
+        "guarantee": engine.guarantee(settings.delta),
         "certificate": describe(private.certificate),
         "normalisation": session.query,
         "ledger": engine.ledger.to_json(),
@@ -409,6 +452,7 @@ def _finish(session: Session) -> Run:
         "steps_lost": session.charged - session.updates,
         "weights": f"moving average, decay {settings.ema}" if settings.ema else "of the last step",
         "metrics": session.metrics,
+        "spectrum": noise_spectrum(private.private_step),
         settings.judged_by: session.metrics[-1][settings.judged_by],
         "selection": _selection(settings),
         "judged_on": judged_on(settings),

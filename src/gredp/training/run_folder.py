@@ -6,7 +6,7 @@
 | ledger | every step charged, sealed line by line | fsync before each noisy update |
 | checkpoint-N.safetensors | tensors | atomically; the last two are kept |
 | checkpoint-N.json | the rest, with the SHA-256 of the tensors, sealed | after its tensors |
-| metrics.json, record.json, model.safetensors | what is released | atomically |
+| metrics.json, record.json, model.safetensors, report.html | what is released | atomically |
 | lock | held while a process trains; the system frees it however that process ends | |
 """
 

@@ -14,12 +14,13 @@ from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
 from gredp.sealed import read_document
 from gredp.training.schedule import Schedule
+from gredp.training.trackers import TrackerName, check_trackers
 
 #: where the settings lie in a run's folder
 FILE = "settings.json"
 Front = Literal["none", "scattering"]
 #: settings that belong to one start of a run, not to the run
-OF_ONE_START = ("resume", "fork", "out", "json")
+OF_ONE_START = ("resume", "fork", "out", "json", "track")
 #: settings that may differ when a run goes on: its result does not depend on them
 MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_seconds", "pretrained")
 
@@ -105,6 +106,8 @@ class TrainSettings:
     """folder of a run to start from: a new run with its weights, whose ε includes all that it has spent"""
     checkpoint_seconds: float = 300.0
     """most seconds between two checkpoints; there is one after every epoch as well"""
+    track: tuple[TrackerName, ...] = ()
+    """follow the run in files of its folder (csv, jsonl, tensorboard) or in a service (mlflow, wandb)"""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """print one JSON object instead of tables"""
 
@@ -137,6 +140,7 @@ class TrainSettings:
         """Refuse what can be refused without data."""
         chosen = mechanism(self.method, self.noise, self.claim, self.clipping, **self.options())
         check_delta(self.delta)
+        check_trackers(self.track)
         for name, value, least in (
             ("epsilon", self.epsilon, 0.0),
             ("clip-norm", self.clip_norm, 0.0),

@@ -1,0 +1,71 @@
+"""The noise of a step as it is seen from outside: block by block, frequency by frequency.
+
+Plans are no secret, and weights and shares were released: nothing here costs privacy.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from gredp.gradient.step import PrivateStep
+from gredp.spectrum import BlockView, distance, mirror
+
+
+def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
+    """One row for each block, its lists over frequency groups from low to high; plain numbers.
+
+    `frequency` is a group's mean distance from zero in shares of the highest, `coefficients` its size,
+    `noise_std` the root mean square of the noise on one of its Fourier coefficients, as the summed gradient
+    is released (before the crop, where the plan has a padded grid). `norm_share` is the released mean share
+    of a record's gradient norm, noise and all; None where the method releases none.
+    """
+    plan, weights = step.plan, step.squared_weights
+    deviations = {name: group.noise_std for group in plan.groups for name in group.blocks}
+    rows = []
+    for name, view in step.views.items():
+        std = deviations[name] * _scale(view, plan.noise_parts)
+        if plan.shaping is not None and step.shape is not None:
+            std = std * torch.rsqrt(weights[name].double()) * step.shape.preconditioner[name].double()
+        if plan.keep_ratio is not None:
+            std = std * weights[name].double()
+        place, sizes = _frequencies(view), view.group_sizes
+        order = [int(k) for k in place.argsort(stable=True) if sizes[k] > 0]
+        shares = None if step.shape is None else step.shape.mean_shares[name]
+        rows.append(
+            {
+                "block": name,
+                "layer": view.block.layer,
+                "shape": list(view.block.shape),
+                "frequency": [round(float(place[k]), 4) for k in order],
+                "coefficients": [int(sizes[k]) for k in order],
+                "noise_std": [float(std[k]) for k in order],
+                "norm_share": None if shares is None else [float(shares[k]) for k in order],
+            }
+        )
+    return rows
+
+
+def _groups(view: BlockView) -> torch.Tensor:
+    size = math.prod(view.block.grid)
+    return torch.zeros(size, dtype=torch.long) if view.groups is None else view.groups
+
+
+def _mean(values: torch.Tensor, view: BlockView) -> torch.Tensor:
+    """`[prod(grid)]` → `[group_count]`."""
+    groups = _groups(view)
+    total = torch.zeros(view.group_count, dtype=torch.float64).index_add_(0, groups, values.double())
+    return total / torch.bincount(groups, minlength=view.group_count).clamp(min=1)
+
+
+def _frequencies(view: BlockView) -> torch.Tensor:
+    return _mean(distance(view.block.grid).flatten(), view)
+
+
+def _scale(view: BlockView, parts: tuple[float, float] | None) -> torch.Tensor:
+    """`[group_count]`: noise of parts (a, b) leaves (a² + b²)/2 on a pair {k, −k}, a² where k is −k."""
+    if parts is None:
+        return torch.ones(view.group_count, dtype=torch.float64)
+    a, b = parts
+    own = (mirror(view.block.grid) == torch.arange(math.prod(view.block.grid))).double()
+    return _mean((a * a + b * b) / 2 + (a * a - b * b) / 2 * own, view).sqrt()

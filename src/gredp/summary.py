@@ -1,0 +1,180 @@
+"""What an engine and a model look like to a person: in a console, and in a notebook. Nothing here costs ε."""
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gredp.gradient.capture import Unit, find_units
+from gredp.gradient.per_sample import PerSampleGradient
+from gredp.gradient.rules import full_precision
+from gredp.mechanisms.plan import Needs
+from gredp.privacy.accountant import round_up
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer: how its per-sample gradients come about, and what one record keeps until the step."""
+
+    layer: str
+    kind: str
+    rule: str
+    parameters: int
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The layers that are trained privately. `str` is a table, a notebook shows it as one.
+
+    `bytes` of a row are what one record of a batch of `batch` keeps from the backward to the step: factors,
+    or gradients where those are quicker. Tensors that two layers share are counted twice, so it is never too
+    little; None without an example to run. Activations that torch keeps for the backward are not in it.
+    """
+
+    rows: tuple[Row, ...]
+    frozen: int
+    batch: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def bytes(self) -> int | None:
+        known = [row.bytes for row in self.rows if row.bytes is not None]
+        return sum(known) if len(known) == len(self.rows) else None
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        head = ("layer", "type", "rule", "parameters", "memory per record")
+        body = [(r.layer, r.kind, r.rule, f"{r.parameters:,}", size(r.bytes)) for r in self.rows]
+        total = ("all", "", "", f"{self.parameters:,}", size(self.bytes))
+        return [head, *body, total]
+
+    def _note(self) -> str:
+        frozen = f"{self.frozen:,} parameters are frozen. " if self.frozen else ""
+        return f"{frozen}Memory is what a record keeps until the step, in a physical batch of {self.batch:,}."
+
+    def __str__(self) -> str:
+        cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if place >= 3 else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(row, widths))
+            ).rstrip()
+            for row in cells
+        ]
+        rule = "─" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], self._note()])
+
+    def _repr_html_(self) -> str:
+        head, *body = self._cells()
+        return f"{html_table(body, head)}<p>{html.escape(self._note())}</p>"
+
+
+def summarise(
+    model: nn.Module, run: Callable[[], Any] | None, batch: int = 1, needs: Needs = "norms"
+) -> Summary:
+    """`run` calls the model on one record; without it memory is not known. `needs` is the method's."""
+    units = find_units(model)
+    seen = _shapes(units, run) if run is not None else {}
+    rows = []
+    for unit in units:
+        numbers = [unit.layer.get_parameter(name).numel() for name in unit.parameters]
+        rule = "torch.func, record by record" if unit.rule is None else unit.rule.__name__.replace("_", " ")
+        held = None if run is None else _held(unit, seen.get(unit.layer, []), batch, needs)
+        rows.append(Row(unit.name, type(unit.layer).__name__, rule, sum(numbers), held))
+    private = sum(row.parameters for row in rows)
+    everything = sum(p.numel() for p in model.parameters())
+    return Summary(tuple(rows), everything - private, batch)
+
+
+Seen = dict[nn.Module, list[tuple[Tensor, Tensor]]]
+
+
+def _shapes(units: Sequence[Unit], run: Callable[[], Any]) -> Seen:
+    """For each call of a layer its input and output, as tensors without memory."""
+    seen: Seen = {}
+
+    def note(layer: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
+        (x,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        seen.setdefault(layer, []).append((full_precision(x.to("meta")), full_precision(out.to("meta"))))
+
+    handles = [unit.layer.register_forward_hook(note, with_kwargs=True) for unit in units]
+    state = torch.get_rng_state()  # a dropout on the way may draw; nobody shall notice
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        torch.set_rng_state(state)
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _held(unit: Unit, calls: Sequence[tuple[Tensor, Tensor]], batch: int, needs: Needs) -> int:
+    """Bytes a record, by the very code that will run, on tensors that have shapes and no memory."""
+    own = [p for name in unit.parameters if (p := unit.layer.get_parameter(name)).requires_grad]
+    dense = sum(p.numel() * max(p.element_size(), 4) for p in own)
+    if not calls:
+        return 0
+    if unit.rule is None or len(calls) > 1:  # materialised: by the generic rule, or to add up several uses
+        return dense
+    x, g = (t.new_empty(batch, *t.shape[1:]) for t in calls[0])
+    gradients = unit.rule(unit.layer, x, g)
+    kept = [v for name, v in gradients.items() if name in unit.parameters]
+    if needs != "inputs":
+        kept = [gradient.settled(needs == "spectra") for gradient in kept]
+    return math.ceil(held_bytes(kept) / batch)
+
+
+def held_bytes(gradients: Sequence[PerSampleGradient]) -> int:
+    """Bytes of these gradients' tensors, what they share counted once; not of larger ones they may view."""
+    held: dict[int, int] = {}
+    for gradient in gradients:
+        for field in fields(gradient):  # type: ignore[arg-type]
+            value = getattr(gradient, field.name)
+            if isinstance(value, Tensor):
+                place = value.untyped_storage()._cdata
+                held[place] = max(held.get(place, 0), value.nbytes)
+    return sum(held.values())
+
+
+def guarantee_rows(guarantee: dict[str, Any]) -> list[tuple[str, str]]:
+    """The proven ε first; the claimed one never alone."""
+    rows = [
+        ("proven", f"ε = {round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']:g}"),
+        ("neighbours", guarantee["neighbours"]),
+        ("spent by", f"{guarantee['steps']} steps at sampling rate {guarantee['sample_rate']:.4g}"),
+        ("noise multiplier z", f"{guarantee['noise_multiplier']:.4f}"),
+        ("accountant", guarantee["accountant"]),
+    ]
+    claimed = guarantee["claimed_epsilon"]
+    if claimed is not None:
+        rows.insert(1, ("claimed (paper)", f"ε = {round_up(claimed)} for the same noise"))
+    return rows
+
+
+def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Every cell is text."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + (line(head, "th") if head else "") + "".join(line(r, "td") for r in rows) + "</table>"
+
+
+def size(count: int | None) -> str:
+    """Bytes as people read them."""
+    if count is None:
+        return "?"
+    value, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
