@@ -1,4 +1,4 @@
-"""A perceptron of block-circulant layers: an eighth of the weights, noise shaped over their frequencies."""
+"""Block-circulant layers with an eighth of a dense layer's weights, noise shaped over their frequencies."""
 
 import argparse
 
