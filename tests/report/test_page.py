@@ -119,7 +119,7 @@ def test_training_leaves_a_page_that_says_what_the_ledger_says(runs):
 
 def test_figures_are_text_in_the_pages_ink(runs):
     page = (runs / "shaped" / "report.html").read_text()
-    assert "test accuracy in %</text>" in page
+    assert "accuracy in %</text>" in page
     assert "currentColor" in page
     assert "#010203" not in page
 

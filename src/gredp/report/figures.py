@@ -105,12 +105,12 @@ def accuracy(runs: Sequence[Facts], axis: str) -> str | None:
         return None
     label = "epochs" if axis == "epoch" else f"proven ε spent, at δ = {_deltas(runs)}"
     ends = "; ".join(f"{n}: {line[-1][1]:.1f} % at {line[-1][0]:.4g}" for n, line in lines.items() if line)
-    title = f"Test accuracy against {label}. At the end, {ends}."
+    title = f"Accuracy against {label}. At the end, {ends}."
     with _figure(4.6, 3.0, printable(title)) as (figure, out):
         axes = figure.subplots()
         for name, line in lines.items():
             axes.plot(*zip(*line), label=name) if line else axes.plot([], [])
-        axes.set(xlabel=label, ylabel="test accuracy in %")
+        axes.set(xlabel=label, ylabel="accuracy in %")
         axes.set_xlim(left=0)
         if axis == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -287,7 +287,7 @@ def _comparison(runs: Sequence[Facts]) -> dict[str, Any]:
                 _count(run.spent.written.steps),
             )
         )
-    header = ("run", "method, noise", "proven ε", "claimed ε", "δ", "test accuracy", "steps")
+    header = ("run", "method, noise", "proven ε", "claimed ε", "δ", "accuracy", "steps")
     return {"header": header, "rows": rows, "numbers": (2, 3, 4, 5, 6), "pictures": _pictures(runs)}
 
 
