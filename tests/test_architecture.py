@@ -102,6 +102,7 @@ def test_no_pickle_is_loaded():
         "benchmarks/audit_page.py",
         "benchmarks/cluster_page.py",
         "benchmarks/paper_page.py",
+        "benchmarks/accuracy_page.py",
         "benchmarks/tables.py",
         "benchmarks/theory_figures.py",
         "tests/faults/record.py",

@@ -1,0 +1,124 @@
+"""The best models at a proven ε: runs the recipes with several seeds, and each ingredient left out.
+
+python benchmarks/accuracy.py finals --only mnist --seeds 3       # the test set, once for each seed
+python benchmarks/accuracy.py ablations --only mnist              # on training records that are held out
+python benchmarks/accuracy.py finals --only cifar10-transfer --pretrained WEIGHTS
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from gredp.training.jobs import Bar, run_jobs
+
+OUT = Path(__file__).parent.parent / "results" / "accuracy"
+RECIPES: dict[str, tuple[float, ...]] = {
+    "mnist": (1.0,),
+    "cifar10": (1.5, 2.0),
+    "cifar10-transfer": (2.0,),
+}
+HELD_OUT = 10_000
+#: what is changed of a recipe to see what it brings; everything else stays
+ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
+    "mnist": {
+        "as it is": {},
+        "without private normalisation": {"normalise": "0"},
+        "a tenth of the batch": {"batch-size": "819", "lr": "0.4"},
+        "without momentum": {"momentum": "0", "lr": "40"},
+        "average of the weights": {"ema": "0.9"},
+        "learning rate falls as a cosine": {"schedule": "cosine"},
+        "noise falls to half": {"noise-schedule": "0.5"},
+        "shaped noise": {"method": "gredp", "noise": "shaped"},
+        "shaped noise, preconditioned": {"method": "gredp", "noise": "shaped", "preconditioner": "0.5"},
+        "block-circulant": {"method": "gredp"},
+        "LeNet-5 from pixels instead": {"front": "none", "normalise": "0", "model": "lenet5", "lr": "0.1",
+                                        "batch-size": "500", "epochs": "15", "clipping": "automatic"},
+    },
+    "cifar10": {
+        "as it is": {},
+        "without private normalisation": {"normalise": "0"},
+        "a linear classifier": {"model": "linear"},
+        "average of the weights": {"ema": "0.9"},
+        "learning rate falls as a cosine": {"schedule": "cosine"},
+        "shaped noise, preconditioned": {"method": "gredp", "noise": "shaped", "preconditioner": "0.5"},
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    recipe: str
+    epsilon: float
+    seed: int
+    what: str
+    changed: tuple[tuple[str, str], ...] = ()
+    validation: int = 0
+
+    @property
+    def name(self) -> str:
+        words = [self.recipe, f"eps{self.epsilon:g}", self.what.replace(" ", "_").replace(",", "")]
+        return "-".join([*words, f"seed{self.seed}"])
+
+    @property
+    def arguments(self) -> list[str]:
+        told = {
+            "recipe": self.recipe,
+            "epsilon": str(self.epsilon),
+            "seed": str(self.seed),
+            **dict(self.changed),
+        }
+        if self.validation:
+            told["validation"] = str(self.validation)
+        return [word for key, value in told.items() for word in (f"--{key}", value)]
+
+    epochs = 40
+    work = 1.0
+
+    @property
+    def transferred(self) -> bool:
+        return self.recipe.endswith("-transfer")
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"recipe": self.recipe, "what": self.what}
+
+
+@dataclass(frozen=True)
+class Settings:
+    part: tyro.conf.Positional[Literal["finals", "ablations"]]
+    only: tuple[str, ...] = ()
+    """recipes to run"""
+    seeds: int = 3
+    workers: int = 1
+    pretrained: str | None = None
+    runs: str = "runs/accuracy"
+
+
+def jobs(settings: Settings) -> list[Job]:
+    chosen = {name: value for name, value in RECIPES.items() if not settings.only or name in settings.only}
+    if settings.part == "finals":
+        return [
+            Job(name, epsilon, seed, "final")
+            for name, epsilons in chosen.items()
+            for epsilon in epsilons
+            for seed in range(settings.seeds)
+        ]
+    return [
+        Job(name, max(chosen[name]), seed, what, tuple(changed.items()), HELD_OUT)
+        for name in chosen
+        for what, changed in ABLATIONS.get(name, {}).items()
+        for seed in range(settings.seeds)
+    ]
+
+
+def main() -> None:
+    settings = tyro.cli(Settings)
+    places = {} if settings.pretrained is None else {"pretrained": settings.pretrained}
+    with Bar() as watch:
+        run_jobs(jobs(settings), OUT, Path(settings.runs), settings.workers, places, watch)
+
+
+if __name__ == "__main__":
+    main()
