@@ -120,6 +120,8 @@ def _guarantee(run: Facts) -> list[str]:
         f"{_count(run.spent.written.steps)} steps of the ledger are composed by "
         f"{ACCOUNTANTS[run.spent.accountant]} ({run.spent.accountant}).",
     ]
+    if run.insecure:
+        paragraphs.insert(0, "What follows would hold if nobody could know the seed of the noise.")
     if run.spent.written.inherited:
         paragraphs.append(
             f"{_count(run.spent.written.inherited)} of these steps were spent before this run, by the one "
@@ -140,11 +142,7 @@ def _claims(run: Facts) -> list[tuple[str, str, str]]:
     if claimed is None or _epsilon(claimed) == _epsilon(proven):
         return []
     return [
-        (
-            "proven",
-            _epsilon(proven),
-            f"holds; {ACCOUNTANTS[run.spent.accountant]}, certified noise multiplier",
-        ),
+        ("proven", _epsilon(proven), f"certified noise multiplier, {ACCOUNTANTS[run.spent.accountant]}"),
         ("claimed", _epsilon(claimed), "what the paper would report; its noise scale σ, Rényi accounting"),
     ]
 
