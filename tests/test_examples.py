@@ -17,7 +17,7 @@ ARGUMENTS = {
 SLOW = {
     "block_circulant_mlp.py": ["--epochs", "1"],
     "compare_methods.py": ["--epochs", "1", "--runs", "1", "--accountant", "rdp"],
-    "fine_tune_transformer.py": ["--records", "500", "--epochs", "1"],
+    "fine_tune_transformer.py": ["--records", "500", "--epochs", "1", "--public-steps", "3"],
 }
 CASES = [*ARGUMENTS.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
 
