@@ -6,15 +6,23 @@ from gredp.errors import GredpError
 
 
 def linear(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Module:
-    """One layer on everything."""
+    """One layer on everything, each record first brought to mean 0 and deviation 1.
+
+    So a record counts by its direction alone, and clipping treats faint and bold ones alike.
+    """
     channels, height, width = input_shape
-    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))
+    return nn.Sequential(one_deviation(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
+
+
+def one_deviation(channels: int) -> nn.Module:
+    """All of a record's features together to mean 0 and deviation 1; nothing to learn."""
+    return nn.GroupNorm(1, channels, affine=False)
 
 
 def scatter_cnn(
     input_shape: tuple[int, int, int] = (243, 8, 8), classes: int = 10, width: int = 64
 ) -> nn.Module:
-    """Two 3×3 convolutions with tanh and a pooling between them, then one layer.
+    """Two 3×3 convolutions with tanh and a pooling between them, then one layer; records as for `linear`.
 
     After Tramèr and Boneh, "Differentially private learning needs better features (or much more data)", 2021.
     """
@@ -22,6 +30,7 @@ def scatter_cnn(
     if min(rows, columns) < 2:
         raise GredpError(f"scatter-cnn needs features of at least 2×2, not {rows}×{columns}")
     return nn.Sequential(
+        one_deviation(channels),
         nn.Conv2d(channels, width, 3, padding=1),
         nn.Tanh(),
         nn.MaxPool2d(2),
