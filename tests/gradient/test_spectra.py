@@ -18,7 +18,7 @@ def test_noise_by_frequency_is_what_a_step_releases(name):
     model, optimizer, _, _ = make_private(small_model(), records(6), noise_multiplier=0.8, **MECHANISMS[name])
     if optimizer.private_step.shape is not None:
         one_step(model, optimizer, *records(6))  # something to learn a shape from
-    rows, draws, total = {}, 300, {}
+    rows, draws, total = {}, 80, {}
     learned = optimizer.private_step.shape
     if learned is not None:
         learned.learn = lambda *_: None  # the shape stands still while it is measured

@@ -198,6 +198,7 @@ def test_a_record_that_disagrees_with_the_ledger_is_called_out(runs, tmp_path):
     assert "lists other steps than the ledger" in safe(write_report([run])).words
 
 
+@pytest.mark.slow
 def test_an_audit_is_shown_where_there_is_one(runs, tmp_path):
     run = copy(runs, tmp_path, "paper")
     with pytest.raises(SystemExit) as end:
