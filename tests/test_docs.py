@@ -165,8 +165,26 @@ def test_code_of_the_how_to_page_runs():
             exec(compile(block, "docs/howto.md", "exec"), names)
 
 
+def test_code_of_the_page_about_reports_runs(capsys):
+    names = surroundings()
+    engine = PrivacyEngine()
+    _, _, names["loader"] = engine.make_private(
+        module=names["model"],
+        optimizer=names["optimizer"],
+        data_loader=DataLoader(names["data"], batch_size=100),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    (block,) = blocks("docs/report.md")
+    shown, used = block.split("\n\n")  # a tracker of one's own, then any tracker in a loop of one's own
+    exec(compile(shown, "docs/report.md", "exec"), names)
+    names |= {"engine": engine, "tracker": names["Printer"]()}
+    exec(compile(used, "docs/report.md", "exec"), names)
+    assert "done" in capsys.readouterr().out
+
+
 def test_no_page_with_code_is_forgotten():
-    run = {"README.md", "docs/migration.md", "docs/tutorial.md", "docs/howto.md"}
+    run = {"README.md", "docs/migration.md", "docs/tutorial.md", "docs/howto.md", "docs/report.md"}
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         found = blocks(name)

@@ -66,7 +66,7 @@ def test_the_allowance_covers_what_rounding_leaves():
     assert gradient.grid_energy().sum().sqrt() >= 100 * left
     ordinary = standardised_convolution(layer, torch.randn(1, 1, 2, 2), torch.randn(1, 3, 1, 1))["weight"]
     truth = ordinary.dense().double().square().sum()
-    assert float(ordinary.squared_norm()) <= float(truth) * (1 + 1e-6)
+    assert ordinary.squared_norm().detach().item() <= truth.detach().item() * (1 + 1e-6)
 
 
 def test_spectral_networks_keep_their_standardised_convolutions():

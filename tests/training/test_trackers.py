@@ -216,7 +216,7 @@ def test_the_bar_shows_steps_speed_and_an_epsilon_rounded_up():
     text = console.export_text()
     assert "10/10" in text
     assert "ε 1.235" in text
-    assert "test accuracy 0.500" in text
+    assert "accuracy 0.500" in text
     task = Task(0, "", 10, 5, _get_time=lambda: 1.0, fields={"batch": 100})  # type: ignore[arg-type]
     task.finished_speed = 7.0
     assert str(Throughput().render(task)) == "700 records/s"

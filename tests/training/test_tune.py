@@ -24,8 +24,8 @@ def three_trials(monkeypatch):
     trained = []
     right = loop.train
 
-    def noted(settings, progress=None, data=None):
-        trained.append((settings, right(settings, progress, data)))
+    def noted(settings, data):
+        trained.append((settings, right(settings, data=data)))
         return trained[-1][1]
 
     monkeypatch.setattr(module, "draw_trials", lambda *_: 3)
