@@ -62,6 +62,7 @@ def test_options_reach_every_run():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_comparison_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = CompareSettings(methods=("plain", "dpsgd"), seeds=2, epochs=1, workers=2)

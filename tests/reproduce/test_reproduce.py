@@ -85,7 +85,7 @@ def test_the_papers_figures_stand_beside_the_right_cells():
     assert CLIPPING["model3"][1.0] == model3["gredp-claimed"]
 
 
-SOME = ("plain", "gredp-claimed", "gredp")
+SOME = ("gredp-claimed",)
 
 
 @pytest.mark.parametrize("only", [SOME, pytest.param((), marks=pytest.mark.slow)])
@@ -95,8 +95,10 @@ def test_smoke_runs_once_and_shows_claimed_beside_proven(only, tmp_path, monkeyp
     found = lines(cells("table1", "smoke"), Path("reproduction"))
     assert [line.cell.row for line in found] == list(only or ROWS)
     by_row = {line.cell.row: line for line in found}
-    assert by_row["plain"].mean > 90
-    assert by_row["gredp"].proven <= 2.0 < by_row["gredp-claimed"].proven
+    if not only:
+        assert by_row["plain"].mean > 90
+        assert by_row["gredp"].proven <= 2.0
+    assert by_row["gredp-claimed"].proven > 2.0
     assert by_row["gredp-claimed"].claimed == pytest.approx(2.0, abs=1e-3)
     for line in found:
         shown = dict(zip(HEADER, line.shown()))
@@ -118,6 +120,7 @@ def test_smoke_runs_once_and_shows_claimed_beside_proven(only, tmp_path, monkeyp
     assert [path.stat().st_mtime_ns for path in records] == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_goes_on_with_its_charges(tmp_path):
     """SIGTERM to the whole command: the cell's process is stopped after a checkpoint and resumed later."""
     told = ["reproduce", "table1", "--only", "gredp", "--out", "r", "--runs", "w", "--workers", "1"]
