@@ -54,6 +54,7 @@ def test_records_that_the_map_cancels_stay_within_the_clip(mechanism, scale):
         assert (moved - base).double().norm() <= 0.8 * (1 + 1e-5)
 
 
+@torch.no_grad()
 def test_the_allowance_covers_what_rounding_leaves():
     """A gradient along the mean of the kernels: exactly zero by the weights, whatever its size."""
     torch.manual_seed(0)
