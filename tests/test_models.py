@@ -65,6 +65,7 @@ COUNTS = {
     "resnet18-1conv": ((3, 32, 32), 11_181_642),  # the customary 11,689,512 with 10 instead of 1000 classes
     "resnet18-2conv": ((3, 32, 32), 11_181_642),
     "linear": ((81, 7, 7), 39_700),
+    "mirror-linear": ((81, 7, 7), 39_700),
     "scatter-cnn": ((81, 7, 7), 81 * 576 + 64 + 64 * 576 + 64 + 5770),
 }
 

@@ -136,7 +136,7 @@ def test_weights_of_another_network_are_refused(weights, tmp_path, change, words
     ("options", "words"),
     [
         (["--model", "resnet18-1conv"], "needs --pretrained"),
-        (["--model", "lenet5", "--pretrained", "w.safetensors"], "goes with --model resnet18"),
+        (["--model", "lenet5", "--pretrained", "w.safetensors"], "goes with resnet18-1conv"),
         (["--model", "resnet18-1conv", "--pretrained", "nowhere.safetensors"], "is not there"),
         (["--model", "resnet18-2conv", "--pretrained", __file__], "is not a safetensors file"),
     ],
@@ -159,18 +159,18 @@ def test_images_without_colour_are_refused(file, tmp_path):
 def few(monkeypatch):
     """A handful of coloured records under the name of a data set that needs no file."""
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.rand(40, 3, 8, 8, generator=generator), torch.arange(40) % 10
-    data = Splits("few", 10, x[:30], y[:30], x[30:], y[30:])
+    x, y = torch.rand(24, 3, 8, 8, generator=generator), torch.arange(24) % 10
+    data = Splits("few", 10, x[:20], y[:20], x[20:], y[20:])
     monkeypatch.setattr("gredp.training.loop.load", lambda *names: data)
     return data
 
 
 def test_a_run_names_its_weights_and_goes_on_with_the_same_only(file, weights, few, tmp_path, monkeypatch):
     settings = TrainSettings(
-        model="resnet18-2conv",
+        model="resnet18-1conv",
         pretrained=file,
         data_dir=str(tmp_path),
-        epochs=2,
+        epochs=1,
         batch_size=10,
         accountant="rdp",
     )
@@ -200,9 +200,9 @@ def test_held_out_records_take_the_place_of_the_test_set(few, tmp_path):
     )
     record = train(settings).record
     few.x_test.copy_(x_test)
-    assert (record["data"]["records"], record["data"]["test_records"]) == (25, 5)
+    assert (record["data"]["records"], record["data"]["test_records"]) == (15, 5)
     assert "test_accuracy" not in json.dumps(record)
     assert 5 * record["validation_accuracy"] in range(6)
     assert record["judged_on"].startswith("the last 5 training records")
-    with pytest.raises(GredpError, match="cannot hold out 30 of 30"):
-        train(TrainSettings(model="lenet-small", validation=30))
+    with pytest.raises(GredpError, match="cannot hold out 20 of 20"):
+        train(TrainSettings(model="lenet-small", validation=20))

@@ -26,8 +26,8 @@ def slowly(x):
     records, channels = x.shape[:2]
     total = [0.0] * (2 * channels)
     for i in range(records):
-        cells = [x[i, c].flatten().tolist() for c in range(channels)]
-        v = [sum(c) / len(c) for c in cells] + [math.sqrt(sum(a * a for a in c) / len(c)) for c in cells]
+        cells = [[math.copysign(math.sqrt(abs(a)), a) for a in x[i, c].flatten()] for c in range(channels)]
+        v = [sum(c) / len(c) for c in cells] + [sum(a * a for a in c) / len(c) for c in cells]
         length = math.sqrt(sum(a * a for a in v))
         factor = min(1.0, math.sqrt(2 * channels) / length)
         total = [t + factor * a for t, a in zip(total, v)]
@@ -74,13 +74,15 @@ def test_noise_is_never_drawn_twice():
 
 
 def test_channels_are_centred_and_scaled():
-    x = 3 + 2 * torch.randn(2000, 4, 2, 2)
-    norm = ChannelNorm(4)
-    norm.take(contributions(x / 4).sum(0) * 4, len(x))  # a quarter passes unclipped
+    roots = 0.5 + torch.tensor([0.2, 0.3, 0.5])[:, None, None] * torch.randn(2000, 3, 2, 2)
+    x = roots * roots.abs()
+    norm = ChannelNorm(3)
+    norm.take(contributions(x).sum(0), len(x))
     out = norm(x)
-    assert out.mean((0, 2, 3)).abs().max() < 0.02
+    assert out.mean((0, 2, 3)).abs().max() < 0.05
+    torch.testing.assert_close(out.std((0, 2, 3)), torch.ones(3), rtol=0.1, atol=0)
     assert not any(p.requires_grad for p in norm.parameters())
-    norm.take(torch.full((8,), -5.0), 10)  # what noise alone could give
+    norm.take(torch.full((6,), -5.0), 10)  # what noise alone could give
     assert norm.scale.min() == pytest.approx(normalise.SMALLEST)
 
 
@@ -164,7 +166,11 @@ def test_without_privacy_nothing_is_claimed(tmp_path):
     ("options", "words"),
     [
         (["--normalise", "1"], r"must lie in \[0, 1\), not 1"),
-        (["--normalise", "0.1"], "goes with --front"),
+        (["--normalise", "0.1"], "goes with a front"),
+        (
+            ["--model", "resnet18-1conv", "--pretrained", "x", "--normalise", "0.1"],
+            "as its frozen part gives them",
+        ),
         (["--front", "scattering", "--normalise", "0.1", "--claim", "paper"], "no part in the paper"),
         (["--front", "scattering", "--model", "resnet18-1conv", "--pretrained", "x"], "two fronts"),
     ],

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from gredp import GredpError
 from gredp.front import scattering
-from gredp.front.scattering import Scattering, phi, wavelets
+from gredp.front.scattering import Scattering, mirrored, phi, wavelets
+from gredp.models.features import Mirrored
 
 FRONT = Scattering()
 GENERATOR = torch.Generator().manual_seed(0)
@@ -169,13 +170,20 @@ def test_a_small_shift_moves_it_less_than_the_image():
 
 def test_a_mirrored_image_has_mirrored_features():
     """Angles turn into their mirror images: k → −k. At scale 2 up to the choice of every second pixel."""
-    x = random(4, 1, 32, 32)
+    x = random(4, 3, 32, 32)
+    whole = Mirrored(243)(FRONT(x))
+    average = (FRONT(x) + FRONT(x.flip(-1))) / 2
+    average = (average + average.flip(-1)[:, mirrored(243)]) / 2
+    assert (whole - average).norm() < 0.05 * average.norm()
+    torch.testing.assert_close(Mirrored(243)(whole), whole)
+    with pytest.raises(GredpError, match="512 channels are not scattering features"):
+        mirrored(512)
     a, b = FRONT(x)[0], FRONT(x.flip(-1))[0].flip(-1)
     turn = [(-k) % 8 for k in range(8)]
     torch.testing.assert_close(b[0], a[0])
     torch.testing.assert_close(b[1:9], a[1:9][turn])
-    pairs = a[17:].view(8, 8, 8, 8)[turn][:, turn].reshape(64, 8, 8)
-    for got, want in ((b[9:17], a[9:17][turn]), (b[17:], pairs)):
+    pairs = a[17:81].view(8, 8, 8, 8)[turn][:, turn].reshape(64, 8, 8)
+    for got, want in ((b[9:17], a[9:17][turn]), (b[17:81], pairs)):
         assert (got - want).norm() < 0.05 * want.norm()
 
 

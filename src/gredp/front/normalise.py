@@ -1,14 +1,16 @@
 """Means and energies of the channels, learned privately before training: one more query of the same ledger.
 
-Formal guarantee. A record contributes v = (mean of channel c, root mean square of channel c)_c, `[2C]`,
-clipped to K = {‖v‖ ≤ √(2C)}. Released is Σ v + N(0, (z·√(2C))² I): by its certificate the Gaussian mechanism
-with multiplier z. It takes all records (sampling rate 1) and is charged before its noise is drawn; the ledger
-of the run's folder begins with that charge, and nothing of the release is written before it.
+Features enter by their signed roots, x → ±√|x|: they are sums of moduli or positive parts, with long tails.
 
-What the network makes of it, (x − mean)/root mean square, is post-processing. The numbers stay with the
-weights, in checkpoints and in the model's file: a run that goes on or is forked has them from there.
+Formal guarantee. A record contributes v = (mean of channel c, mean square of channel c)_c of its roots,
+`[2C]`, clipped to K = {‖v‖ ≤ √(2C)}. Released is Σ v + N(0, (z·√(2C))² I): by its certificate the Gaussian
+mechanism with multiplier z. It takes all records (sampling rate 1) and is charged before its noise is drawn;
+the ledger of the run's folder begins with that charge, and nothing of the release is written before it.
 
-The norm √(2C) lets a record pass as it is whose channels have energy 1 on average: fronts give about that.
+What the network makes of it, (±√|x| − mean)/deviation, is post-processing. The numbers stay with the weights,
+in checkpoints and in the model's file: a run that goes on or is forked has them from there.
+
+The norm √(2C) lets a record pass as it is whose roots have energy 1 on average: fronts give about that.
 """
 
 import math
@@ -22,12 +24,12 @@ from gredp.engine import PrivacyEngine
 from gredp.gradient.noise import SecretSource
 from gredp.privacy.certificate import Certificate, Release
 
-#: a channel whose released energy is smaller is taken to have this one: noise must not be blown up
-SMALLEST = 0.01
+#: least deviation that a channel is taken to have: the noise on its energy must not be blown up
+SMALLEST = 0.1
 
 
 class ChannelNorm(nn.Module):
-    """`[b, C, H, W]` → the same, each channel (x − mean)/scale by released numbers; none is trained."""
+    """`[b, C, H, W]` → the same, each channel (±√|x| − mean)/scale by released numbers; none is trained."""
 
     mean: Tensor
     scale: Tensor
@@ -38,13 +40,17 @@ class ChannelNorm(nn.Module):
         self.register_buffer("scale", torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean[:, None, None]) / self.scale[:, None, None]
+        return (root(x) - self.mean[:, None, None]) / self.scale[:, None, None]
 
     def take(self, released: Tensor, records: int) -> None:
         """Set mean and scale from a released sum `[2C]` over `records` records."""
-        mean, energy = (released / records).float().chunk(2)
+        mean, energy = (released / records).chunk(2)
         self.mean.copy_(mean)
-        self.scale.copy_(energy.clamp(min=SMALLEST))
+        self.scale.copy_((energy - mean.square()).clamp(min=SMALLEST**2).sqrt())
+
+
+def root(x: Tensor) -> Tensor:
+    return x.sign() * x.abs().sqrt()
 
 
 def certificate(channels: int, noise_multiplier: float) -> Certificate:
@@ -58,8 +64,8 @@ def clip_norm(channels: int) -> float:
 
 def contributions(x: Tensor) -> Tensor:
     """`[b, C, H, W]` → `[b, 2C]` of float64, each record's clipped; one that is not finite gives 0."""
-    x = x.double().flatten(2)
-    v = torch.cat([x.mean(2), x.square().mean(2).sqrt()], 1)
+    x = root(x.double().flatten(2))
+    v = torch.cat([x.mean(2), x.square().mean(2)], 1)
     v = torch.where(v.isfinite().all(1, keepdim=True), v, 0.0)
     return v / (v.norm(dim=1, keepdim=True) / clip_norm(x.shape[1])).clamp(min=1)
 

@@ -64,6 +64,21 @@ class Scattering:
         return torch.cat(parts, 1).view(b, c * CHANNELS, h // CELL, w // CELL)
 
 
+def mirrored(channels: int) -> list[int]:
+    """Which feature of an image is the one of its mirror image, columns swapped: angle k becomes −k.
+
+    At scale 2 it is so up to the choice of every second pixel.
+    """
+    if channels % CHANNELS:
+        raise GredpError(
+            f"{channels} channels are not scattering features: those come {CHANNELS} to a colour"
+        )
+    turn = [-k % ANGLES for k in range(ANGLES)]
+    first = [1 + ANGLES * j + k for j in range(SCALES) for k in turn]
+    second = [1 + SCALES * ANGLES + ANGLES * a + b for a in turn for b in turn]
+    return [colour + i for colour in range(0, channels, CHANNELS) for i in (0, *first, *second)]
+
+
 def modulus(x: Tensor, spectra: Tensor, step: int) -> Tensor:
     """`[b, 1, H, W]`, spectra `[k, H, W]` → `[b, k, H/step, W/step]`: |x ⋆ ψ| at every `step`-th pixel."""
     product = torch.fft.fft2(x) * (spectra / step**2)

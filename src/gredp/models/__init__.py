@@ -7,7 +7,7 @@ from torch import nn
 
 from gredp.errors import GredpError
 from gredp.models.alexnet import alexnet, alexnet_half
-from gredp.models.features import linear, scatter_cnn
+from gredp.models.features import linear, mirror_linear, scatter_cnn
 from gredp.models.lenet import lenet5, lenet_small
 from gredp.models.mlp import mlp
 from gredp.models.model3 import model3
@@ -29,6 +29,7 @@ MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
     "resnet18-1conv": resnet18_1conv,
     "resnet18-2conv": resnet18_2conv,
     "linear": linear,
+    "mirror-linear": mirror_linear,
     "scatter-cnn": scatter_cnn,
 }
 #: the network that goes with a data set when none is named

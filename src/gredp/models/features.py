@@ -1,17 +1,40 @@
 """Small networks for the features of a front."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gredp.errors import GredpError
+from gredp.front.scattering import mirrored
 
 
-def linear(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Module:
+def linear(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Sequential:
     """One layer on everything, each record first brought to mean 0 and deviation 1.
 
     So a record counts by its direction alone, and clipping treats faint and bold ones alike.
     """
     channels, height, width = input_shape
     return nn.Sequential(one_deviation(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
+
+
+def mirror_linear(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Module:
+    """`linear` on scattering features that are averaged over an image and its mirror image."""
+    return nn.Sequential(Mirrored(input_shape[0]), *linear(input_shape, classes))
+
+
+class Mirrored(nn.Module):
+    """`[b, 81·c, H, W]` → the same: features that do not tell left from right; nothing to learn.
+
+    What is averaged away would take part in every norm that is clipped.
+    """
+
+    order: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.tensor(mirrored(channels)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + x.flip(-1)[:, self.order]) / 2
 
 
 def one_deviation(channels: int) -> nn.Module:

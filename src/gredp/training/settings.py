@@ -19,6 +19,8 @@ from gredp.training.trackers import TrackerName, check_trackers
 #: where the settings lie in a run's folder
 FILE = "settings.json"
 Front = Literal["none", "scattering"]
+#: networks for the features of any front
+FOR_FEATURES = ("linear", "scatter-cnn")
 #: settings that belong to one start of a run, not to the run
 OF_ONE_START = ("resume", "fork", "out", "json", "track")
 #: settings that may differ when a run goes on: its result does not depend on them
@@ -41,15 +43,16 @@ class TrainSettings:
     """scale images in class folders to this height and width"""
     model: str | None = None
     """mlp, lenet-small, lenet5, model3, resnet20, alexnet, cnn-tanh, wrn16-4, or with --pretrained
-    resnet18-1conv or resnet18-2conv; for a front linear or scatter-cnn; by default the data set's own"""
+    resnet18-1conv or resnet18-2conv; for a front linear, scatter-cnn or (scattering only) mirror-linear; by
+    default the data set's own"""
     front: Front = "none"
     """scattering: train on fixed wavelet features of each image, computed once and kept in the data folder"""
     normalise: float = 0.0
     """share of the privacy budget for means and energies of the front's channels, learned before training;
     0.02 is plenty, 0 takes the features as they are"""
     pretrained: str | None = None
-    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names; all but the
-    last one or two convolutions and the classifier stay as they are"""
+    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names: all before its
+    last block is a front, and resnet18-1conv and resnet18-2conv train the rest of it"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     method: Method = "gredp"
@@ -189,15 +192,20 @@ class TrainSettings:
             raise GredpError(f"--normalise must lie in [0, 1), not {self.normalise}")
         if self.normalise and self.claim == "paper":
             raise GredpError("--normalise has no part in the paper: use it with --claim proven")
-        if self.normalise and self.front == "none":
-            raise GredpError("--normalise goes with --front: pixels are centred by fixed numbers")
+        transfer = self.model is not None and self.model.startswith("resnet18-")
+        if self.normalise and transfer:
+            raise GredpError(f"--normalise: {self.model} expects the features as its frozen part gives them")
+        if self.normalise and self.front == "none" and self.pretrained is None:
+            raise GredpError("--normalise goes with a front: pixels are centred by fixed numbers")
         if self.front != "none" and self.pretrained is not None:
             raise GredpError(f"--front {self.front} and --pretrained are two fronts: give one")
-        transfer = self.model is not None and self.model.startswith("resnet18-")
         if transfer and self.pretrained is None:
             raise GredpError(f"--model {self.model} needs --pretrained: the file with the frozen weights")
-        if self.pretrained is not None and not transfer:
-            raise GredpError("--pretrained goes with --model resnet18-1conv or resnet18-2conv")
+        if self.pretrained is not None and not transfer and self.model not in (None, *FOR_FEATURES):
+            raise GredpError(
+                f"--pretrained goes with resnet18-1conv, resnet18-2conv, {' or '.join(FOR_FEATURES)}, "
+                f"not with {self.model}"
+            )
 
     def _check_resumed(self, saved: "TrainSettings") -> None:
         if self.out is not None or self.fork is not None:
