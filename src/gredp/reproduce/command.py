@@ -19,8 +19,8 @@ class ReproduceSettings:
 
     target: Annotated[Target, tyro.conf.Positional]
     scale: Scale = "smoke"
-    """smoke: the embedded digits, under two minutes. quick: the paper's data, 8 epochs, one seed, AlexNet at
-    half widths. full: 30 epochs, 3 seeds"""
+    """smoke: the embedded digits, under two minutes. quick: the paper's data, 8 epochs (transfer 3), one
+    seed, AlexNet at half widths. full: 30 epochs, 3 seeds"""
     only: tuple[str, ...] = ()
     """networks and rows to run, such as: lenet5 dpsgd gredp"""
     seeds: int | None = None
