@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -37,6 +37,8 @@ class AccountSettings:
     epochs: int = 30
     layers: int = 1
     """layers that are each clipped to the same norm, as in the paper's Algorithm 2; 1 is flat clipping"""
+    bands: int | Literal["auto"] = 1
+    """steps over which noise is correlated, as --correlation-bands of train; auto assumes momentum 0.9"""
     accountant: AccountantName = "pld"
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """print one JSON object instead of a table"""
@@ -112,6 +114,7 @@ def run_account(settings: AccountSettings) -> None:
         epochs=settings.epochs,
         layers=settings.layers,
         accountant=settings.accountant,
+        bands=settings.bands,
     )
     if settings.json:
         from gredp.training.record import dumps
@@ -151,7 +154,7 @@ def run_ledger(settings: LedgerSettings) -> None:
         ("proven ε", f"{round_up(spent)} at δ = {delta}"),
         ("steps", f"{written.steps}, {written.inherited} of them before this run"),
         *(
-            ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}")
+            ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}{_turns(e.bands)}")
             for e in written.entries
         ),
         ("starts", str(written.incarnations)),
@@ -171,8 +174,12 @@ def account_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("noise multiplier z", f"{result['noise_multiplier']:.4f}"),
         ("noise scale σ", f"{result['sigma']:.4f}"),
         ("steps", str(result["steps"])),
-        ("sampling rate", f"{result['sample_rate']:.6g}"),
+        ("sampling rate", f"{result['sample_rate']:.6g}{_turns(result['correlation_bands'])}"),
     ]
+
+
+def _turns(bands: int) -> str:
+    return f" of {bands} parts in turn, noise correlated over as many steps" if bands > 1 else ""
 
 
 def main(arguments: list[str] | None = None) -> None:

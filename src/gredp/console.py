@@ -53,13 +53,15 @@ def show_run(run: "Run") -> None:
     """Accuracy and what it cost; the proven ε before the claimed one."""
     record, guarantee = run.record, run.record["guarantee"]
     settings, claimed = record["settings"], guarantee["claimed_epsilon"]
+    bands = guarantee.get("correlation_bands", 1)
+    turns = f" of {bands} parts in turn, noise correlated over as many steps" if bands > 1 else ""
     rows = [
         ("test accuracy", f"{100 * record['test_accuracy']:.2f} %"),
         ("proven ε", f"{round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']}"),
         ("claimed ε (paper)", "none" if claimed is None else f"{round_up(claimed)} for the same noise"),
         ("accountant", guarantee["accountant"]),
         ("noise multiplier z", f"{guarantee['noise_multiplier']:.4f}"),
-        ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}"),
+        ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}{turns}"),
         ("run", str(run.folder)),
     ]
     if record["insecure"]:

@@ -18,15 +18,17 @@ from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms import Mechanism, mechanism
+from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.select import noise_scale
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
+from gredp.privacy.choose_bands import choose_bands
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
-from gredp.randomness import Secret
-from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.randomness import Secret, Split
+from gredp.sampling import CyclicBatchSampler, EmptyBatches, PoissonBatchSampler, poisson_loader
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
 from gredp.training.run_folder import Checkpoint, RunFolder
 from gredp.validation import validate
@@ -59,6 +61,8 @@ class PrivacyEngine:
         self._capture: Capture | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._folder: RunFolder | None = None
+        self._sampler: PoissonBatchSampler | None = None
+        self._splits = 0
         #: the multiplier as it was asked for: z, or the paper's σ under its claim
         self.requested_multiplier = math.nan
 
@@ -81,6 +85,7 @@ class PrivacyEngine:
         noise: str = "white",
         claim: str = "proven",
         sample_rate: float | None = None,
+        correlation_bands: int = 1,
         **options: Any,
     ) -> Any:
         """Returns (module, optimizer, data_loader); with a criterion before the loader in "ghost" mode.
@@ -93,19 +98,25 @@ class PrivacyEngine:
         `sample_rate` states q where the number of records is itself confidential; otherwise it is
         batch_size/records. Sums are divided by the loader's batch size, whatever was drawn.
 
+        With `correlation_bands` b above 1 a step takes back part of the noise of the b − 1 steps before it.
+        The records are split into b parts that take turns, each drawn from at rate b·q: T steps cost as much
+        as ⌈T/b⌉ steps at that rate (docs/theory.md, section 6).
+
         | case | what happens |
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | refused by name |
         | a trainable parameter outside the optimiser, or one of the optimiser's outside the model | refused |
         | poisson_sampling=False, a model in torch's DistributedDataParallel | refused |
         | several processes | train as one, from the first one's weights; if told different things: refused |
+        | correlation_bands·q above 1; correlation_bands with `claim="paper"` or method plain | refused |
         """
         if self.secure_mode and noise_generator is not None:
             raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
-        chosen = mechanism(method, noise, claim, clipping, **options)
+        chosen = mechanism(method, noise, claim, clipping, _whole(correlation_bands), **options)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate, self.secret)
+        split = self._new_split(correlation_bands) if correlation_bands > 1 else None
+        loader = poisson_loader(data_loader, sample_rate, self.secret, split)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         expected = _expected_batch_size(data_loader, sampler)
@@ -132,16 +143,23 @@ class PrivacyEngine:
             capture=capture,
             step=PrivateStep(plan, source, expected),
             ledger=self.ledger,
-            sample_rate=sampler.sample_rate,
+            sample_rate=check_bands(correlation_bands, sampler.sample_rate),
             expected_batch_size=expected,
             loss_reduction=loss_reduction,
             sigma=sigma,
             claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=max_grad_norm,
+            split=split,
         )
+        if split is not None:
+            loader.optimizer = private
+            sampler.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
-        self._optimizer, self.requested_multiplier = private, noise_multiplier
+        self._optimizer, self._sampler = private, sampler
+        self.requested_multiplier = noise_multiplier
+        if split is not None:
+            self._use_split(from_first(lambda: (None, split.key))[1])
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
         return module, private, loader
@@ -159,13 +177,15 @@ class PrivacyEngine:
         max_grad_norm: float | Sequence[float],
         claim: str = "proven",
         sample_rate: float | None = None,
+        correlation_bands: int | str = 1,
         **settings: Any,
     ) -> Any:
         """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
 
         Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`, what this engine has spent
         before included. Under `claim="paper"` σ is what the paper's experiments would take, and the proven ε
-        is larger.
+        is larger. `correlation_bands="auto"` takes the number that leaves the least noise on the iterates of
+        SGD with the optimiser's momentum, by the accountant alone (`gredp.privacy.choose_bands`).
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
@@ -173,20 +193,21 @@ class PrivacyEngine:
         loader = poisson_loader(data_loader, sample_rate, self.secret)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
-        steps = int(epochs) * sampler.steps
+        steps, spent = int(epochs) * sampler.steps, self.ledger.entries
+        if correlation_bands == "auto":
+            momentum = optimizer.param_groups[0].get("momentum", 0.0)
+            correlation_bands = choose_bands(
+                target_epsilon, target_delta, sampler.sample_rate, steps, momentum, spent
+            )
+        bands = _whole(correlation_bands)
+        rate = check_bands(bands, sampler.sample_rate)
         if settings.get("method") == "plain":
             multiplier = 0.0
         elif claim == "paper":
             multiplier = claimed_sigma(target_epsilon, target_delta, sampler.sample_rate, steps)
         else:
-            multiplier = calibrate(
-                target_epsilon,
-                target_delta,
-                sampler.sample_rate,
-                steps,
-                self.accountant.name,
-                self.ledger.entries,
-            )
+            rounds = -(-steps // bands)
+            multiplier = calibrate(target_epsilon, target_delta, rate, rounds, self.accountant.name, spent)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -196,8 +217,20 @@ class PrivacyEngine:
             max_grad_norm=max_grad_norm,
             claim=claim,
             sample_rate=sample_rate,
+            correlation_bands=bands,
             **settings,
         )
+
+    def _new_split(self, parts: int) -> Split:
+        self._splits += 1
+        return Split(bytes(self.secret.keystream(32, "split", self._splits)[:32]), parts)
+
+    def _use_split(self, key: bytes) -> None:
+        """The same split in the sampler and in the ledger, and in all processes."""
+        _, optimizer = self._private()
+        assert optimizer.split is not None
+        assert isinstance(self._sampler, CyclicBatchSampler)
+        optimizer.split = self._sampler.split = Split(key, optimizer.split.parts)
 
     def get_epsilon(self, delta: float) -> float:
         """The proven ε spent so far at `delta`."""
@@ -226,6 +259,9 @@ class PrivacyEngine:
             return
         if self._folder is None:
             self._keep(RunFolder.create(Path(path), self.ledger.entries))
+            assert self._folder is not None
+            if optimizer.split is not None:
+                self._folder.keep_split(optimizer.split.key)
         elif self._folder.path != Path(path):
             raise GredpError(f"this run is kept in {self._folder.path}, not in {path}")
         assert self._folder is not None
@@ -244,6 +280,7 @@ class PrivacyEngine:
         | a damaged or shortened ledger | refused: what was spent is not known any more |
         | steps charged to this engine before | refused |
         | a noise_generator was given | refused: seeded alike, it would repeat its noise |
+        | correlation bands | the parts take turns as before; no noise of earlier starts is taken back |
         """
         module, optimizer = self._private()
         if not isinstance(optimizer.private_step.source, SecretSource):
@@ -256,6 +293,7 @@ class PrivacyEngine:
         try:
             facts, tensors = from_first(lambda: _open(Path(path), held))
             progress = restore(Checkpoint(tensors, facts["checkpoint"]), module, optimizer)
+            self._go_on_with_split(facts)
             if held:
                 self._keep(held[0])
             else:  # the first process holds the folder
@@ -266,6 +304,18 @@ class PrivacyEngine:
                 folder.close()
             raise
         return progress
+
+    def _go_on_with_split(self, facts: dict[str, Any]) -> None:
+        """The split that the run began with: in another one a record could take part again too soon."""
+        _, optimizer = self._private()
+        if optimizer.split is None:
+            return
+        if facts["split"] is None:
+            raise GredpError("the run's split of the records into parts is not there any more: fork the run")
+        self._use_split(bytes.fromhex(facts["split"]))
+        own = sum(row["steps"] for row in facts["entries"]) > facts["inherited"]
+        if own and facts["entries"][-1]["split"] != optimizer.split.name:
+            raise GredpError("the run's split of the records is not the one that was charged: fork the run")
 
     def fork(self, path: str | Path) -> dict[str, torch.Tensor]:
         """Begin with all that the run in `path` has spent, before `make_private`; returns its newest weights.
@@ -327,8 +377,16 @@ def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
         "entries": [asdict(entry) for entry in written.entries],
         "inherited": written.inherited,
         "starts": written.incarnations,
+        "split": held[0].split(),
     }
     return facts, checkpoint.tensors
+
+
+def _whole(bands: int | str) -> int:
+    if isinstance(bands, str) or bands != int(bands):
+        hint = ": a number is chosen for a target epsilon only" if bands == "auto" else ""
+        raise GredpError(f"correlation_bands must be a whole number, not {bands!r}{hint}")
+    return int(bands)
 
 
 def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool, mode: str) -> None:

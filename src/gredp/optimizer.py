@@ -12,6 +12,7 @@ from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.step import PrivateStep
 from gredp.privacy.ledger import Ledger
+from gredp.randomness import Split
 
 
 class PrivateOptimizer(Optimizer):
@@ -26,6 +27,7 @@ class PrivateOptimizer(Optimizer):
     | step() without a backward since the last one | refused: those gradients were spent |
     | an empty batch | noise alone; charged |
     | zero_grad() before step() | the last backward is forgotten; nothing charged |
+    | correlated noise, and a batch of the loader was left out or comes again | refused |
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PrivateOptimizer(Optimizer):
         sigma: float,
         claimed_by_paper: bool,
         max_grad_norm: Any,
+        split: Split | None = None,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
@@ -55,6 +58,9 @@ class PrivateOptimizer(Optimizer):
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
         self.max_grad_norm = max_grad_norm
+        #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
+        self.split = split
+        self._turn: int | None = None
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
         self._skip = False
@@ -96,6 +102,15 @@ class PrivateOptimizer(Optimizer):
         """Whether the physical batch that comes next is not the last of its logical batch."""
         self._skip = do_skip
 
+    def signal_turn(self, turn: int) -> None:
+        """The number of the step that the batch which comes next was drawn for."""
+        self._turn = turn
+
+    @property
+    def next_turn(self) -> int:
+        """The number of the step that comes next, among those of the split."""
+        return 0 if self.split is None else self.ledger.steps_of(self.split.name)
+
     def begin_logical_batches(self) -> bool:
         """Forget a logical batch that was left unfinished; True if there was one."""
         unfinished = self.private_step.accumulated
@@ -120,6 +135,12 @@ class PrivateOptimizer(Optimizer):
                 f"{world_size()} processes, but {self._processes} when the model was made private: "
                 "join them first, then make it private"
             )
+        if self.split is not None and self._turn != self.next_turn:
+            raise GredpError(
+                f"step {self.next_turn + 1} needs the batch that the loader drew for it, not that of step "
+                f"{'none' if self._turn is None else self._turn + 1}: with correlation bands every batch is "
+                "stepped with once, in order, before the next one is taken"
+            )
         spectra = self.capture.take()
         if spectra is None:
             raise GredpError(
@@ -129,7 +150,7 @@ class PrivateOptimizer(Optimizer):
         self.private_step.accumulate(spectra)
         if self._skip:
             return loss
-        self.ledger.charge(self.certificate, self.sample_rate, self.claimed_multiplier)
+        self._charge()
         gradients = self.private_step.release(self._parameters, self.ledger.steps)
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():
@@ -137,6 +158,11 @@ class PrivateOptimizer(Optimizer):
             parameter.grad = released if parameter.requires_grad else None  # None: frozen in the meantime
         self.original_optimizer.step()
         return loss
+
+    def _charge(self) -> None:
+        turns = () if self.split is None else (self.split.parts, self.split.name)
+        self.ledger.charge(self.certificate, self.sample_rate, self.claimed_multiplier, *turns)
+        self._turn = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.capture.drop()

@@ -17,7 +17,7 @@ from gredp.audit.game import Mechanism
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.layers import BlockCirculantLinear, SpectralConv2d
-from gredp.privacy.ledger import Entry
+from gredp.privacy.ledger import Entry, mechanisms
 
 #: a linear layer and a kernel, of odd and of even length; whole runs and the self-test play a circulant too
 GRIDS: tuple[Grid, ...] = ((15,), (4, 4))
@@ -149,6 +149,7 @@ def _moved(model: nn.Module, optimizer: Any) -> Floats:
 
 def claimed_entry(entry: Entry, claim: str) -> Entry:
     """The ledger's proven multiplier, or the σ that the paper takes for it."""
+    (entry,) = mechanisms([entry])
     if claim == "proven":
         return Entry(entry.noise_multiplier, entry.sample_rate, entry.steps)
     if entry.claimed_multiplier is None:

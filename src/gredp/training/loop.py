@@ -64,6 +64,11 @@ class Session:
         return self.per_epoch * self.settings.epochs
 
     @property
+    def bands(self) -> int:
+        """Steps over which noise is correlated."""
+        return len(self.optimizer.private_step.plan.correlation)
+
+    @property
     def charged(self) -> int:
         """Steps of this run that are paid for, those that a crash lost included: they are gone."""
         return self.engine.ledger.steps - self.engine.ledger.inherited
@@ -139,7 +144,8 @@ def _train(settings: TrainSettings, progress: Progress | None) -> Run:
 def _begin(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Session:
     """A new run, or a fork: the ledger and the weights of another one, everything else anew."""
     weights = engine.fork(settings.fork) if settings.fork is not None else None
-    target = {"target_epsilon": settings.epsilon, "target_delta": settings.delta, "epochs": settings.epochs}
+    target: dict[str, Any] = {"target_epsilon": settings.epsilon, "target_delta": settings.delta}
+    target |= {"epochs": settings.epochs, "correlation_bands": settings.correlation_bands}
     session = _session(settings, Path(settings.out or _new_folder(settings)), data, engine, target)
     if weights is not None:
         load_weights(session.model, weights)
@@ -152,6 +158,7 @@ def _found(session: Session) -> tuple[int, bytes]:
     session.save()
     multiplier = session.engine.requested_multiplier
     facts = {"data": describe_data(session.data), "noise_multiplier": multiplier}
+    facts["correlation_bands"] = session.bands
     write_document(session.folder / FILE, {"settings": session.settings.kept(), **facts})
     return session.engine.secret.incarnation, b""
 
@@ -164,8 +171,9 @@ def _resume(settings: TrainSettings, data: Splits, engine: PrivacyEngine) -> Ses
     if was != told:
         key = next(k for k in told if told[k] != was.get(k))
         raise GredpError(f"the data have changed: {key} was {was.get(key)} and is {told[key]}")
-    # The multiplier of the first start, not calibrated again: another version could find another digit.
+    # Multiplier and bands of the first start, not found again: another version could find another digit.
     noise = {"noise_multiplier": facts["noise_multiplier"]}
+    noise["correlation_bands"] = facts.get("correlation_bands", 1)
     session = _session(settings, folder, data, engine, noise)
     done = engine.load(folder)
     _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
@@ -283,6 +291,7 @@ def _finish(session: Session) -> Run:
         "accountant": settings.accountant,
         "steps": engine.ledger.steps,
         "sample_rate": private.sample_rate,
+        "correlation_bands": session.bands,
     }
     record = {
         **header(),

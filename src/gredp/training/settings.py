@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -45,6 +45,9 @@ class TrainSettings:
     clip_norm: float = 1.0
     clipping: str | None = None
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
+    correlation_bands: int | Literal["auto"] = 1
+    """steps over which noise is correlated, and parts of the records that take turns; 1: independent noise.
+    auto: the number that leaves least noise on the iterates, by the accountant, before training"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
     lr: float = 0.1
@@ -85,7 +88,8 @@ class TrainSettings:
 
     def check(self) -> None:
         """Refuse what can be refused without data."""
-        chosen = mechanism(self.method, self.noise, self.claim, self.clipping, **self.options())
+        bands = 2 if self.correlation_bands == "auto" else self.correlation_bands
+        chosen = mechanism(self.method, self.noise, self.claim, self.clipping, bands, **self.options())
         check_delta(self.delta)
         for name, value, least in (
             ("epsilon", self.epsilon, 0.0),
