@@ -15,6 +15,7 @@ from gredp.randomness import Secret, Split
 from gredp.sampling import CyclicBatchSampler, PoissonBatchSampler
 from oracles import band_matrix
 from ranks import in_world
+from worlds import MECHANISMS
 
 BANDS, RATE, COUNT = 4, 0.1, 200
 
@@ -353,6 +354,59 @@ def test_processes_share_the_split_and_take_the_same_turns():
     assert_turns_are_apart(together)
     for each in found:
         assert all(record % 2 == each["rank"] for batch in each["seen"] for record in batch)
+
+
+def restarted(folder) -> list[list[int]]:
+    seen, _, engine = run_with_restart(folder, 2)
+    return [seen, engine.ledger.to_json()]
+
+
+def test_processes_go_on_with_the_split_of_the_folder(tmp_path):
+    (first, paid), (second, same) = in_world(2, lambda: restarted(tmp_path))
+    assert paid == same
+    assert_turns_are_apart([a + b for a, b in zip(first, second, strict=True)])
+
+
+# ------------------------------------------------------------------ N over steps
+
+
+@pytest.mark.parametrize("mechanism", ["dpsgd", "gredp", "spectral-dp", "dpsgd per layer", "gredp shaped"])
+def test_one_record_moves_all_releases_together_by_no_more_than_its_turns(mechanism):
+    """Noise off, every record in each turn of its part, one record more: ‖C·Δ‖² ≤ turns·c²."""
+    steps, clip = 11, 0.5
+    for scale in (0.01, 1.0, 1e6):
+        sums = []
+        for count in (19, 20):
+            torch.manual_seed(0)
+            x = torch.linspace(-1, 1, 19 * 15).view(19, 15)
+            data = torch.cat([x, torch.full((1, 15), scale)])[:count]
+            model = nn.Linear(15, 4, bias=False)
+            engine = PrivacyEngine(secret=Secret(5))
+            model, optimizer, loader = engine.make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+                data_loader=DataLoader(TensorDataset(data), batch_size=4),
+                noise_multiplier=0.0,
+                max_grad_norm=clip,
+                sample_rate=1 / BANDS,
+                correlation_bands=BANDS,
+                **MECHANISMS[mechanism],
+            )
+            if optimizer.private_step.shape is not None:
+                optimizer.private_step.shape.learn = lambda *_: None
+            rows = []
+            while len(rows) < steps:
+                for (a,) in loader:
+                    if len(rows) < steps:
+                        optimizer.zero_grad()
+                        model(a).square().sum(1).mean().backward()
+                        optimizer.step()
+                        rows.append(model.weight.grad.flatten().double() * 4)
+            sums.append(torch.stack(rows))
+        part = int(optimizer.split.part_of(torch.tensor([19])))
+        turns = len(range(part, steps, BANDS))
+        moved = band_matrix(BANDS, steps) @ (sums[1] - sums[0])
+        assert 0 < float(moved.square().sum()) <= turns * clip**2 * (1 + 1e-5)
 
 
 def test_secret_seeds_make_splits_repeatable_for_tests_only():

@@ -110,6 +110,32 @@ class EngineStep:
         return _moved(self.model, self.optimizer)
 
 
+class EngineTurn(EngineStep):
+    """Noise correlated over b steps: the b steps over which a record that takes part in the first one counts.
+
+    What is given back is what the best attacker makes of all their releases: Σ_i c_i (C y)_i, in which the
+    record is back to its length and the noise is that of one step.
+    """
+
+    def __init__(self, options: dict[str, Any], noise_multiplier: float, **rest: Any) -> None:
+        self._earlier: list[Floats] = []
+        super().__init__(options, noise_multiplier, **rest)
+
+    def _private(self, data: Tensor, rate: float) -> tuple[Any, Any, Any, PrivacyEngine]:
+        return super()._private(data, rate / self.options["correlation_bands"])
+
+    def __call__(self, gradients: Floats) -> Floats:
+        column = self.optimizer.private_step.plan.correlation
+        reach = len(column) - 1
+        y = self._earlier[-reach:] or [np.zeros(self.dimension)] * reach
+        for drawn in (gradients, *[gradients[:0]] * reach):
+            self.optimizer.signal_turn(self.optimizer.next_turn)  # in place of the loader, which would sample
+            y.append(super().__call__(drawn))
+        self._earlier = y[-reach:]
+        whitened = [sum(c * y[t - j] for j, c in enumerate(column)) for t in range(reach, len(y))]
+        return np.asarray(sum(c * row for c, row in zip(column, whitened)))
+
+
 class EngineRun(EngineStep):
     """A whole run over the data set of these records: engine, Poisson sampler, optimiser, all new."""
 
