@@ -29,7 +29,7 @@ def world(secret=None, bands=BANDS, **options):
 
 
 def _private(engine, data, bands=BANDS, **options):
-    model = nn.Linear(1, 300, bias=False)
+    model = nn.Linear(1, 4000, bias=False)
     return engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),

@@ -69,7 +69,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         A gap is ⌊log U / log(1 − q)⌋: it is at least g where U ≤ (1 − q)^g, so the records are independent.
         """
         if rate == 1:
-            return torch.arange(rank(), self.records, world_size())
+            return torch.arange(self.records)[rank() :: world_size()]
         scale, found, last = 1 / math.log1p(-rate), [], -1
         while last < self.records:
             expected = (self.records - last) * rate

@@ -40,16 +40,8 @@ def note_turns(path: Path) -> None:
     CyclicBatchSampler.draw_turn = noting
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "before update 8",
-        *(
-            pytest.param(w, marks=pytest.mark.slow)
-            for w in ("after noise 4", "within write 9", "before charge 6")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["before update 8", "after noise 4", "within write 9"])
 def test_a_killed_run_goes_on_with_the_parts_it_began_with(tmp_path, where):
     small_data(tmp_path)
     notes = tmp_path / "turns"
