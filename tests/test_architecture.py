@@ -103,6 +103,7 @@ def test_examples_run(capsys):
         "benchmarks/page.py",
         "benchmarks/audit_page.py",
         "benchmarks/cluster_page.py",
+        "benchmarks/bands_page.py",
         "tests/faults/record.py",
     ],
 )
