@@ -32,7 +32,8 @@ the all-reduce), draws the noise from its secret and broadcasts the noisy gradie
 So
 
 - noise has the scale of the certificate, whatever the number of processes, and is drawn once;
-- no secret leaves its process, and no process holds a release that was not charged;
+- no secret of noise or draws leaves its process (with `correlation_bands` all share the first one's split of
+  the records into parts), and no process holds a release that was not charged;
 - processes stay equal bit for bit, since what they step with was computed once;
 - processes that draw from one seed or each from its own secret draw Poisson batches alike: no record is
   in two.

@@ -7,6 +7,7 @@ dense DFT matrices, correlations from their definition.
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -186,3 +187,35 @@ def padded_spectra(
             correlation = padded_correlation(conv, seen_x[0].detach(), g[0])
             found.setdefault(name, []).append(dft(correlation, 2))
     return found
+
+
+# ------------------------------------------------------------------ noise correlated over steps
+
+
+def band_matrix(bands: int, steps: int, begins: Iterable[int] = ()) -> Tensor:
+    """`[steps, steps]`: C from its definition, binomials and all; sequences begin anew at `begins`."""
+    column = torch.tensor([math.comb(2 * j, j) / 4**j for j in range(bands)], dtype=torch.float64)
+    column /= column.square().sum().sqrt()
+    sequence = [sum(begin <= t for begin in begins) for t in range(steps)]
+    matrix = torch.zeros(steps, steps, dtype=torch.float64)
+    for t in range(steps):
+        for s in range(max(0, t - bands + 1), t + 1):
+            if sequence[s] == sequence[t]:
+                matrix[t, s] = column[t - s]
+    return matrix
+
+
+def participations(steps: int, gap: int) -> list[tuple[int, ...]]:
+    """Every set of steps that lie at least `gap` apart, by trying all sets."""
+    sets = ([t for t in range(steps) if number >> t & 1] for number in range(1, 2**steps))
+    return [tuple(s) for s in sets if all(b - a >= gap for a, b in pairwise(s))]
+
+
+def largest_sensitivity(matrix: Tensor, patterns: Iterable[tuple[int, ...]]) -> float:
+    """λ_max over all patterns of how far a record of norm 1 a step moves C·sums, in squares a step.
+
+    Against noise of covariance Σ = C⁻¹C⁻ᵀ over steps: Aᵀ Σ⁻¹ A for the steps A that it takes part in.
+    """
+    inverse = torch.linalg.inv(matrix)
+    precision = torch.linalg.inv(inverse @ inverse.T)
+    return max(float(torch.linalg.eigvalsh(precision[list(s)][:, list(s)])[-1]) for s in patterns)

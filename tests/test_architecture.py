@@ -105,6 +105,7 @@ def test_no_pickle_is_loaded():
         "benchmarks/accuracy_page.py",
         "benchmarks/tables.py",
         "benchmarks/theory_figures.py",
+        "benchmarks/bands_page.py",
         "tests/faults/record.py",
     ],
 )

@@ -23,6 +23,7 @@ KEYS = {
     "accountant",
     "steps",
     "sample_rate",
+    "correlation_bands",
 }
 QUICK = ["--epochs", "1", "--accountant", "rdp"]
 

@@ -16,9 +16,10 @@ import pytest
 # the named tests live there
 sys.path += [
     str(Path(__file__).parent / folder)
-    for folder in ("laws", "gradient", "training", "privacy", "faults", "front")
+    for folder in ("laws", "gradient", "training", "privacy", "faults", "front", "mechanisms")
 ]
 
+import test_banded
 import test_clipped_sum
 import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
@@ -26,8 +27,10 @@ import test_normalise
 import test_ranks
 import test_runs
 import test_schedule
+import test_turns
 import test_views
 
+import test_cyclic
 import test_distributed
 import test_engine
 import test_randomness
@@ -215,6 +218,45 @@ MUTANTS = [
     ),
     Mutant(
         bugs.a_query_without_its_clip, test_normalise.test_one_record_moves_the_sum_by_at_most_the_clip_norm
+    ),
+    Mutant(
+        bugs.parts_that_do_not_take_turns, test_cyclic.test_a_record_takes_part_in_steps_a_whole_cycle_apart
+    ),
+    Mutant(
+        bugs.accountant_fed_the_rate_of_all_records,
+        test_cyclic.test_the_ledger_holds_the_rate_at_which_a_part_is_drawn_from,
+    ),
+    Mutant(
+        bugs.turns_rounded_down,
+        test_turns.test_after_every_step_no_record_has_had_more_turns_than_are_charged,
+        (4,),
+    ),
+    Mutant(bugs.splits_counted_as_one, in_a_new_folder(test_cyclic.test_a_fork_pays_for_its_own_turns)),
+    *(
+        Mutant(
+            mistake,
+            test_banded.test_released_noise_has_the_covariance_over_steps_that_is_certified,
+            ("dpsgd",),
+        )
+        for mistake in (
+            bugs.columns_longer_than_certified,
+            bugs.noise_that_forgets,
+            bugs.noise_taken_back_with_a_wrong_sign,
+        )
+    ),
+    Mutant(
+        bugs.noise_kept_with_the_checkpoint,
+        in_a_new_folder(test_cyclic.test_noise_of_an_earlier_start_is_never_taken_back),
+        (2,),
+    ),
+    Mutant(
+        bugs.another_split_after_a_restart,
+        in_a_new_folder(test_cyclic.test_the_parts_go_on_taking_turns_after_a_restart),
+        (3,),
+    ),
+    Mutant(
+        bugs.batches_out_of_turn_let_through,
+        test_cyclic.test_a_batch_left_out_used_again_or_taken_too_early_is_refused,
     ),
 ]
 

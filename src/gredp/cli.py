@@ -15,7 +15,7 @@ from gredp.audit.command import AuditSettings, run_audit
 from gredp.compare import CompareSettings, run_compare
 from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
-from gredp.privacy.accountant import AccountantName, round_up
+from gredp.privacy.accountant import AccountantName, in_turns, round_up
 from gredp.report.command import ReportSettings, run_report
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.sealed import one_line
@@ -44,6 +44,8 @@ class AccountSettings:
     epochs: int = 30
     layers: int = 1
     """layers that are each clipped to the same norm, as in the paper's Algorithm 2; 1 is flat clipping"""
+    bands: int | Literal["auto"] = 1
+    """steps over which noise is correlated, as --correlation-bands of train; auto assumes momentum 0.9"""
     accountant: AccountantName = "pld"
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """print one JSON object instead of a table"""
@@ -182,6 +184,7 @@ def run_account(settings: AccountSettings) -> None:
         epochs=settings.epochs,
         layers=settings.layers,
         accountant=settings.accountant,
+        bands=settings.bands,
     )
     if settings.json:
         from gredp.training.record import dumps
@@ -209,7 +212,7 @@ def run_ledger(settings: LedgerSettings) -> None:
         ("proven ε", f"{round_up(found.proven_epsilon)} at δ = {found.delta}"),
         ("steps", f"{written.steps}, {written.inherited} of them before this run"),
         *(
-            ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}")
+            ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}{in_turns(e.bands)}")
             for e in written.entries
         ),
         ("starts", str(written.incarnations)),
@@ -257,7 +260,7 @@ def account_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("noise multiplier z", f"{result['noise_multiplier']:.4f}"),
         ("noise scale σ", f"{result['sigma']:.4f}"),
         ("steps", str(result["steps"])),
-        ("sampling rate", f"{result['sample_rate']:.6g}"),
+        ("sampling rate", f"{result['sample_rate']:.6g}{in_turns(result['correlation_bands'])}"),
     ]
 
 

@@ -19,17 +19,19 @@ from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms import Mechanism, mechanism
+from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.plan import Needs
 from gredp.mechanisms.select import noise_scale
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, epsilon
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
+from gredp.privacy.choose_bands import choose_bands
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
 from gredp.privacy.schedule import NoiseSchedule
-from gredp.randomness import Secret
-from gredp.sampling import EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.randomness import Secret, Split
+from gredp.sampling import CyclicBatchSampler, EmptyBatches, PoissonBatchSampler, poisson_loader
 from gredp.summary import Summary, guarantee_rows, html_table, summarise
 from gredp.training.average import WeightAverage
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
@@ -65,6 +67,7 @@ class PrivacyEngine:
         self._optimizer: PrivateOptimizer | None = None
         self._folder: RunFolder | None = None
         self._loader: DataLoader[Any] | None = None
+        self._splits = 0
         #: the δ that was asked for
         self.target_delta: float | None = None
         #: the multiplier as it was asked for: z, or the paper's σ under its claim
@@ -92,6 +95,7 @@ class PrivacyEngine:
         views: int = 1,
         ema: float = 0.0,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
+        correlation_bands: int = 1,
         **options: Any,
     ) -> Any:
         """Returns (module, optimizer, data_loader); with a criterion before the loader in "ghost" mode.
@@ -112,6 +116,10 @@ class PrivacyEngine:
         `noise_schedule` lists stages (steps, factor): a step's noise, and so its z, is `noise_multiplier`
         times its stage's factor; the last one stays. It is public, and must not come from the data.
 
+        With `correlation_bands` b above 1 a step takes back part of the noise of the b − 1 steps before it.
+        The records are split into b parts that take turns, each drawn from at rate b·q: T steps cost as much
+        as ⌈T/b⌉ steps at that rate (docs/theory.md, section 6).
+
         `ema` keeps a moving average of the weights with this decay, see `averaged`; 0 keeps none.
 
         | case | what happens |
@@ -120,18 +128,20 @@ class PrivacyEngine:
         | a trainable parameter outside the optimiser, or one of the optimiser's outside the model | refused |
         | poisson_sampling=False, a model in torch's DistributedDataParallel | refused |
         | several processes | train as one, from the first one's weights; if told different things: refused |
+        | correlation_bands·q above 1; correlation_bands with `claim="paper"`, plain or a schedule | refused |
         """
         if self.secure_mode and noise_generator is not None:
             raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
-        chosen = mechanism(method, noise, claim, clipping, **options)
-        schedule = NoiseSchedule.of(noise_schedule)
+        chosen = mechanism(method, noise, claim, clipping, _whole(correlation_bands), **options)
+        schedule = _schedule(noise_schedule, correlation_bands)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         if views != 1 and chosen.transform == "padded":
             raise GredpError(
                 "several views of a record have no padded spectrum of product form: use grid 'kernel'"
             )
         _check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate, self.secret, views)
+        split = self._new_split(correlation_bands) if correlation_bands > 1 else None
+        loader = poisson_loader(data_loader, sample_rate, self.secret, views, split)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         expected = _expected_batch_size(data_loader, sampler)
@@ -158,20 +168,26 @@ class PrivacyEngine:
             capture=capture,
             step=PrivateStep(plan, source, expected),
             ledger=self.ledger,
-            sample_rate=sampler.sample_rate,
+            sample_rate=check_bands(correlation_bands, sampler.sample_rate),
             expected_batch_size=expected,
             loss_reduction=loss_reduction,
             sigma=sigma,
             claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=max_grad_norm,
             schedule=schedule,
+            split=split,
         )
+        if split is not None:
+            loader.optimizer = private
+            sampler.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
         if ema:
             private.average = WeightAverage(module, ema)
         self._optimizer, self.requested_multiplier = private, noise_multiplier
         self._loader = loader
+        if split is not None:
+            self._use_split(from_first(lambda: (None, split.key))[1])
         if "ghost" in grad_sample_mode:
             return module, private, criterion, loader
         return module, private, loader
@@ -191,13 +207,16 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         views: int = 1,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
+        correlation_bands: int | str = 1,
         **settings: Any,
     ) -> Any:
         """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
 
         Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`, what this engine has spent
         before included; with a `noise_schedule`, z is the common factor of its stages. Under `claim="paper"`
-        σ is what the paper's experiments would take, and the proven ε is larger.
+        σ is what the paper's experiments would take, and the proven ε is larger. `correlation_bands="auto"`
+        takes the number that leaves the least noise on the iterates of SGD with the optimiser's momentum, by
+        the accountant alone (`gredp.privacy.choose_bands`).
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
@@ -205,8 +224,15 @@ class PrivacyEngine:
         loader = poisson_loader(data_loader, sample_rate, self.secret, views)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
-        steps = int(epochs) * sampler.steps
-        schedule = NoiseSchedule.of(noise_schedule)
+        steps, spent = int(epochs) * sampler.steps, self.ledger.entries
+        schedule = _schedule(noise_schedule, correlation_bands)
+        if correlation_bands == "auto":
+            momentum = optimizer.param_groups[0].get("momentum", 0.0)
+            correlation_bands = choose_bands(
+                target_epsilon, target_delta, sampler.sample_rate, steps, momentum, spent
+            )
+        bands = _whole(correlation_bands)
+        rate = check_bands(bands, sampler.sample_rate)
         if claim == "paper" and not schedule.constant:
             raise GredpError("the paper's noise is the same in every step: schedule it under claim 'proven'")
         if settings.get("method") == "plain":
@@ -214,14 +240,9 @@ class PrivacyEngine:
         elif claim == "paper":
             multiplier = claimed_sigma(target_epsilon, target_delta, sampler.sample_rate, steps)
         else:
+            rounds = -(-steps // bands)
             multiplier = calibrate(
-                target_epsilon,
-                target_delta,
-                sampler.sample_rate,
-                steps,
-                self.accountant.name,
-                self.ledger.entries,
-                schedule,
+                target_epsilon, target_delta, rate, rounds, self.accountant.name, spent, schedule
             )
         self.target_delta = target_delta
         return self.make_private(
@@ -235,8 +256,22 @@ class PrivacyEngine:
             sample_rate=sample_rate,
             views=views,
             noise_schedule=schedule,
+            correlation_bands=bands,
             **settings,
         )
+
+    def _new_split(self, parts: int) -> Split:
+        self._splits += 1
+        return Split(bytes(self.secret.keystream(32, "split", self._splits)[:32]), parts)
+
+    def _use_split(self, key: bytes) -> None:
+        """The same split in the sampler and in the ledger, and in all processes."""
+        _, optimizer = self._private()
+        assert optimizer.split is not None
+        assert self._loader is not None
+        sampler = self._loader.batch_sampler
+        assert isinstance(sampler, CyclicBatchSampler)
+        optimizer.split = sampler.split = Split(key, optimizer.split.parts)
 
     @property
     def averaged(self) -> nn.Module:
@@ -255,7 +290,10 @@ class PrivacyEngine:
         return epsilon((*self.ledger.entries, *further), delta, self.accountant.name)
 
     def guarantee(self, delta: float, further_steps: int = 0) -> dict[str, Any]:
-        """What holds now, or would after `further_steps` more: proven ε, and the claimed one beside it."""
+        """What holds now, or would after `further_steps` more: proven ε, and the claimed one beside it.
+
+        With correlation bands, `sample_rate` is that of the part whose turn it is.
+        """
         _, optimizer = self._private()
         entries = (*self.ledger.entries, *optimizer.cost(further_steps))
         return {
@@ -267,6 +305,7 @@ class PrivacyEngine:
             "accountant": self.accountant.name,
             "steps": self.ledger.steps + further_steps,
             "sample_rate": optimizer.sample_rate,
+            "correlation_bands": optimizer.bands,
             "neighbours": "add or remove one record",
         }
 
@@ -293,6 +332,9 @@ class PrivacyEngine:
             return
         if self._folder is None:
             self._keep(RunFolder.create(Path(path), self.ledger.entries))
+            assert self._folder is not None
+            if optimizer.split is not None:
+                self._folder.keep_split(optimizer.split.key)
         elif self._folder.path != Path(path):
             raise GredpError(f"this run is kept in {self._folder.path}, not in {path}")
         assert self._folder is not None
@@ -311,6 +353,7 @@ class PrivacyEngine:
         | a damaged or shortened ledger | refused: what was spent is not known any more |
         | steps charged to this engine before | refused |
         | a noise_generator was given | refused: seeded alike, it would repeat its noise |
+        | correlation bands | the parts take turns as before; no noise of earlier starts is taken back |
         """
         module, optimizer = self._private()
         if not isinstance(optimizer.private_step.source, SecretSource):
@@ -323,6 +366,7 @@ class PrivacyEngine:
         try:
             facts, tensors = from_first(lambda: _open(Path(path), held))
             progress = restore(Checkpoint(tensors, facts["checkpoint"]), module, optimizer)
+            self._go_on_with_split(facts)
             if held:
                 self._keep(held[0])
             else:  # the first process holds the folder
@@ -333,6 +377,18 @@ class PrivacyEngine:
                 folder.close()
             raise
         return progress
+
+    def _go_on_with_split(self, facts: dict[str, Any]) -> None:
+        """The split that the run began with: in another one a record could take part again too soon."""
+        _, optimizer = self._private()
+        if optimizer.split is None:
+            return
+        if facts["split"] is None:
+            raise GredpError("the run's split of the records into parts is not there any more: fork the run")
+        self._use_split(bytes.fromhex(facts["split"]))
+        own = sum(row["steps"] for row in facts["entries"]) > facts["inherited"]
+        if own and facts["entries"][-1]["split"] != optimizer.split.name:
+            raise GredpError("the run's split of the records is not the one that was charged: fork the run")
 
     def fork(self, path: str | Path) -> dict[str, torch.Tensor]:
         """Begin with all that the run in `path` has spent, before `make_private`; returns its newest weights.
@@ -430,8 +486,24 @@ def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
         "entries": [asdict(entry) for entry in written.entries],
         "inherited": written.inherited,
         "starts": written.incarnations,
+        "split": held[0].split(),
     }
     return facts, checkpoint.tensors
+
+
+def _whole(bands: int | str) -> int:
+    if isinstance(bands, str) or bands != int(bands):
+        hint = ": a number is chosen for a target epsilon only" if bands == "auto" else ""
+        raise GredpError(f"correlation_bands must be a whole number, not {bands!r}{hint}")
+    return int(bands)
+
+
+def _schedule(stages: Sequence[tuple[int, float]] | NoiseSchedule | None, bands: int | str) -> NoiseSchedule:
+    """Refused where it would change noise that later steps take back: the proof has one deviation for all."""
+    schedule = NoiseSchedule.of(stages)
+    if bands != 1 and not schedule.constant:
+        raise GredpError("nothing is proven for a noise schedule with correlation bands: take one of the two")
+    return schedule
 
 
 def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool, mode: str) -> None:

@@ -15,6 +15,7 @@ from gredp.gradient.capture import Capture
 from gredp.gradient.step import PrivateStep
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
+from gredp.randomness import Split
 
 
 class PrivateOptimizer(Optimizer):
@@ -29,6 +30,7 @@ class PrivateOptimizer(Optimizer):
     | step() without a backward since the last one | refused: those gradients were spent |
     | an empty batch | noise alone; charged |
     | zero_grad() before step() | the last backward is forgotten; nothing charged |
+    | correlated noise, and a batch of the loader was left out or comes again | refused |
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PrivateOptimizer(Optimizer):
         max_grad_norm: Any,
         average: AveragedModel | None = None,
         schedule: NoiseSchedule = CONSTANT,
+        split: Split | None = None,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
@@ -68,6 +71,9 @@ class PrivateOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         #: of the weights after each update, if one is kept
         self.average = average
+        #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
+        self.split = split
+        self._turn: int | None = None
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
         self._skip = self._awaited = False
@@ -78,15 +84,24 @@ class PrivateOptimizer(Optimizer):
         """The proven multiplier of every step; where the noise is scheduled, at factor 1."""
         return self.certificate.noise_multiplier
 
+    @property
+    def bands(self) -> int:
+        """Steps over which noise is correlated."""
+        return 1 if self.split is None else self.split.parts
+
     def cost(self, steps: int) -> tuple[Entry, ...]:
-        """What the ledger will be charged for so many steps more."""
+        """What the ledger will be charged for so many steps more; turns go on from those it holds."""
         first = self.ledger.steps - self.charged_before
         factors = groupby(self.schedule.factor(first + step) for step in range(steps))
         return tuple(
-            Entry(z, self.sample_rate, len(list(same)), self._claimed(factor))
+            Entry(z, self.sample_rate, len(list(same)), self._claimed(factor), *self._turns)
             for factor, same in factors
             for z in [self._certified[factor].noise_multiplier]
         )
+
+    @property
+    def _turns(self) -> tuple[int, str]:
+        return (1, "") if self.split is None else (self.split.parts, self.split.name)
 
     def _claimed(self, factor: float) -> float | None:
         return None if self.claimed_multiplier is None else self.claimed_multiplier * factor
@@ -122,15 +137,20 @@ class PrivateOptimizer(Optimizer):
         """Whether the physical batch that comes next is not the last of its logical batch."""
         self._skip = do_skip
 
-    def expect_part(self, last: bool) -> None:
-        """A physical batch is handed out: the next step must be its own."""
+    def expect_part(self, last: bool, turn: int) -> None:
+        """A physical batch, drawn for the step `turn`, is handed out: the next step must be its own."""
         if self._awaited:
             raise GredpError(
-                "a part of a logical batch was not stepped before the next was taken, passed over or read "
-                "ahead: a record could count twice; call optimizer.step() for each part in turn"
+                "a batch, or part of one, was not stepped before the next was taken, passed over or read "
+                "ahead: a record could count twice; call optimizer.step() for each in turn"
             )
-        self._awaited = True
+        self._awaited, self._turn = True, turn
         self.signal_skip_step(not last)
+
+    @property
+    def next_turn(self) -> int:
+        """The number of the step that comes next, among those of the split."""
+        return 0 if self.split is None else self.ledger.steps_of(self.split.name)
 
     def begin_logical_batches(self) -> bool:
         """Forget a logical batch that was left unfinished; True if there was one."""
@@ -156,6 +176,12 @@ class PrivateOptimizer(Optimizer):
                 f"{world_size()} processes, but {self._processes} when the model was made private: "
                 "join them first, then make it private"
             )
+        if self.split is not None and self._turn != self.next_turn:
+            raise GredpError(
+                f"step {self.next_turn + 1} needs the batch that the loader drew for it, not that of step "
+                f"{'none' if self._turn is None else self._turn + 1}: with correlation bands every batch is "
+                "stepped with once, in order, before the next one is taken"
+            )
         spectra = self.capture.take()
         if spectra is None:
             raise GredpError(
@@ -167,7 +193,7 @@ class PrivateOptimizer(Optimizer):
         if self._skip:
             return loss
         factor = self.schedule.factor(self.ledger.steps - self.charged_before)
-        self.ledger.charge(self._certified[factor], self.sample_rate, self._claimed(factor))
+        self._charge(factor)
         gradients = self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():
@@ -177,6 +203,11 @@ class PrivateOptimizer(Optimizer):
         if self.average is not None:
             self.average.update_parameters(self.capture.module)
         return loss
+
+    def _charge(self, factor: float) -> None:
+        certificate = self._certified[factor]
+        self.ledger.charge(certificate, self.sample_rate, self._claimed(factor), *self._turns)
+        self._turn = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.capture.drop()

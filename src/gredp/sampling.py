@@ -3,9 +3,13 @@
 Formal guarantee. Every record enters every logical batch independently with probability `sample_rate`.
 The draw comes from the engine's secret unless the caller brings a generator, because amplification by
 sampling is lost to whoever can repeat the draw.
+
+With noise correlated over b steps the records are split into b parts that take turns, each drawn from with
+probability b·sample_rate: the steps that a record takes part in lie b apart, or more.
 """
 
 import math
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from gredp.distributed import rank, world_size
 from gredp.errors import GredpError
-from gredp.randomness import Secret
+from gredp.mechanisms.banded import check_bands
+from gredp.randomness import Secret, Split
 
 if TYPE_CHECKING:
     from gredp.optimizer import PrivateOptimizer
@@ -52,28 +57,39 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.records, self.sample_rate, self.steps = records, sample_rate, steps
         self.generator, self.secret, self.views = generator, secret or Secret(), int(views)
         self._asked = 0
+        #: gives the number of the step that comes next
+        self.next_turn: Callable[[], int] = lambda: 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self.steps):
-            yield [record for record in self.draw() for _ in range(self.views)]
+        first = self.next_turn()
+        for turn in range(first, first + self.steps):
+            yield [record for record in self.draw_turn(turn) for _ in range(self.views)]
+
+    def draw_turn(self, turn: int) -> list[int]:
+        """The records of the step with this number; here all steps are alike."""
+        return self.draw()
 
     def draw(self) -> list[int]:
-        """One batch, or this process' part of it, in the order of the records, by the gaps between them.
+        """One batch, or this process' part of it, in the order of the records."""
+        return self.draw_at(self.sample_rate).tolist()
+
+    def draw_at(self, rate: float) -> Tensor:
+        """Every record of this process with probability `rate`, by the gaps between those that are drawn.
 
         A gap is ⌊log U / log(1 − q)⌋: it is at least g where U ≤ (1 − q)^g, so the records are independent.
         """
-        if self.sample_rate == 1:
-            return list(range(rank(), self.records, world_size()))
-        scale, found, last = 1 / math.log1p(-self.sample_rate), [], -1
+        if rate == 1:
+            return torch.arange(self.records)[rank() :: world_size()]
+        scale, found, last = 1 / math.log1p(-rate), [], -1
         while last < self.records:
-            expected = (self.records - last) * self.sample_rate
+            expected = (self.records - last) * rate
             # Double precision: 24 random bits would miss a rate of 1e-6 by more than a percent.
             gaps = (self._uniform(int(expected + 4 * math.sqrt(expected)) + 8).log() * scale).floor()
             places = last + (gaps.clamp(max=float(self.records)).long() + 1).cumsum(0)
             found.append(places)
             last = int(places[-1])
         drawn = torch.cat(found)
-        return drawn[(drawn < self.records) & (drawn % world_size() == rank())].tolist()
+        return drawn[(drawn < self.records) & (drawn % world_size() == rank())]
 
     def _uniform(self, count: int) -> Tensor:
         """`[count]` in (0, 1]; never the same twice."""
@@ -86,10 +102,47 @@ class PoissonBatchSampler(Sampler[list[int]]):
         return self.steps
 
 
+class CyclicBatchSampler(PoissonBatchSampler):
+    """Step t draws each record of part t mod b with probability b·sample_rate, and no other record.
+
+    It begins with the step that `next_turn` says comes next, and yields the steps that follow in their order:
+    batches that were drawn but not stepped with do not shift the turns of the parts.
+    """
+
+    def __init__(
+        self,
+        records: int,
+        sample_rate: float,
+        steps: int,
+        split: Split,
+        generator: torch.Generator | None = None,
+        secret: Secret | None = None,
+        views: int = 1,
+    ) -> None:
+        super().__init__(records, sample_rate, steps, generator, secret, views)
+        self.split, self.turn_rate = split, check_bands(split.parts, sample_rate)
+
+    def draw_turn(self, turn: int) -> list[int]:
+        """The batch of step `turn`, by drawing from all records and leaving out those of other parts."""
+        drawn = self.draw_at(self.turn_rate)
+        return drawn[self.split.part_of(drawn) == turn % self.split.parts].tolist()
+
+
 def poisson_loader(
-    loader: DataLoader[Any], sample_rate: float | None = None, secret: Secret | None = None, views: int = 1
+    loader: DataLoader[Any],
+    sample_rate: float | None = None,
+    secret: Secret | None = None,
+    views: int = 1,
+    split: Split | None = None,
 ) -> DataLoader[Any]:
-    """The same loader with Poisson batches at `sample_rate`, by default batch_size/records."""
+    """The same loader with Poisson batches at `sample_rate`, by default batch_size/records.
+
+    With a `split` its parts take turns, and the loader tells the optimiser whose turn it is.
+    """
+    if isinstance(loader.batch_sampler, CyclicBatchSampler) or (
+        split is not None and isinstance(loader.batch_sampler, PoissonBatchSampler)
+    ):
+        raise GredpError("correlation bands need a data loader that was not made private before")
     if isinstance(loader.batch_sampler, PoissonBatchSampler):
         if loader.batch_sampler.views != views:
             raise GredpError(
@@ -120,9 +173,12 @@ def poisson_loader(
     rate = batch_size / records if sample_rate is None else sample_rate
     # With a stated rate nothing here may depend on the number of records, the number of steps included.
     steps = len(loader) if sample_rate is None else math.ceil(1 / rate)
+    collate = EmptyBatches(loader.dataset, loader.collate_fn or default_collate)
+    if split is not None:
+        cyclic = CyclicBatchSampler(records, rate, steps, split, loader.generator, secret, views)
+        return rebuild(loader, _PhysicalLoader, cyclic, collate)
     sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views)
-    collate = loader.collate_fn if loader.collate_fn is not None else default_collate
-    return rebuild(loader, DataLoader, sampler, EmptyBatches(loader.dataset, collate))
+    return rebuild(loader, DataLoader, sampler, collate)
 
 
 def rebuild(
@@ -179,7 +235,7 @@ def part_of(batch: Any, rows: slice) -> Any:
 
 
 class _PhysicalLoader(DataLoader[Any]):
-    """Yields parts of logical batches and tells the optimiser, with each part, whether it is the last.
+    """Yields parts of logical batches; tells the optimiser, with each, whether it is the last, and its turn.
 
     The word travels with the part itself rather than in a queue of the optimiser's, so that a loop which
     is left early cannot shift the borders of later batches. A part that was not stepped when the next one is
@@ -187,17 +243,18 @@ class _PhysicalLoader(DataLoader[Any]):
     """
 
     optimizer: "PrivateOptimizer"
-    max_physical_batch_size: int
+    max_physical_batch_size: int = sys.maxsize
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.optimizer.begin_logical_batches()
-        last: deque[bool] = deque()
-        assert isinstance(self.batch_sampler, PoissonBatchSampler)
-        views = self.batch_sampler.views
+        words: deque[tuple[bool, int]] = deque()
+        sampler = self.batch_sampler
+        assert isinstance(sampler, PoissonBatchSampler)
+        views = sampler.views
         whole = max(1, self.max_physical_batch_size // views) * views  # the views of a record stay together
-        split = _Split(self.batch_sampler, whole, last)
+        split = _Split(sampler, whole, words)
         for batch in rebuild(self, DataLoader, split, self.collate_fn):
-            self.optimizer.expect_part(last.popleft())
+            self.optimizer.expect_part(*words.popleft())
             yield batch
 
     def __len__(self) -> int:
@@ -209,14 +266,14 @@ class _PhysicalLoader(DataLoader[Any]):
 
 
 class _Split(Sampler[list[int]]):
-    def __init__(self, sampler: Sampler[list[int]], size: int, last: deque[bool]) -> None:
-        self.sampler, self.size, self.last = sampler, size, last
+    def __init__(self, sampler: PoissonBatchSampler, size: int, words: deque[tuple[bool, int]]) -> None:
+        self.sampler, self.size, self.words = sampler, size, words
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.sampler:
+        for turn, batch in enumerate(self.sampler, self.sampler.next_turn()):
             parts = [batch[i : i + self.size] for i in range(0, max(len(batch), 1), self.size)]
             for i, part in enumerate(parts):
-                self.last.append(i == len(parts) - 1)
+                self.words.append((i == len(parts) - 1, turn))
                 yield part
 
 

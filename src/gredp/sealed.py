@@ -56,12 +56,12 @@ def read(path: Path, limit: int = LARGEST_TEXT) -> bytes:
         raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Whole or not at all, and on the disk on return: temporary file, fsync, rename, fsync of the folder."""
     temporary = path.with_name(path.name + ".part")
     try:
         temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -82,8 +82,8 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_document(path: Path, value: Any) -> None:
-    write(path, seal(json.dumps(value, ensure_ascii=False))[0].encode())
+def write_document(path: Path, value: Any, mode: int = 0o644) -> None:
+    write(path, seal(json.dumps(value, ensure_ascii=False))[0].encode(), mode)
 
 
 def read_document(path: Path) -> Any:

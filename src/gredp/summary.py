@@ -14,7 +14,7 @@ from gredp.gradient.capture import Unit, find_units
 from gredp.gradient.per_sample import PerSampleGradient
 from gredp.gradient.rules import full_precision
 from gredp.mechanisms.plan import Needs
-from gredp.privacy.accountant import round_up
+from gredp.privacy.accountant import in_turns, round_up
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,11 @@ def held_bytes(gradients: Sequence[PerSampleGradient]) -> int:
 
 def guarantee_rows(guarantee: dict[str, Any]) -> list[tuple[str, str]]:
     """The proven ε first; the claimed one never alone."""
+    turns = in_turns(guarantee["correlation_bands"])
     rows = [
         ("proven", f"ε = {round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']:g}"),
         ("neighbours", guarantee["neighbours"]),
-        ("spent by", f"{guarantee['steps']} steps at sampling rate {guarantee['sample_rate']:.4g}"),
+        ("spent by", f"{guarantee['steps']} steps at sampling rate {guarantee['sample_rate']:.4g}{turns}"),
         ("noise multiplier z", f"{guarantee['noise_multiplier']:.4f}"),
         ("accountant", guarantee["accountant"]),
     ]

@@ -210,6 +210,8 @@ def test_checkpoints_without_a_ledger_are_refused(tmp_path):
         ({"noise_multiplier": None}, "either target_epsilon or noise_multiplier"),
         ({"sample_rate": 0.1}, "sample_rate is not for adapters"),
         ({"claim": "paper"}, "claim is not for adapters"),
+        ({"correlation_bands": 2}, "correlation_bands is not for adapters"),
+        ({"noise_schedule": [(2, 1.0), (2, 0.5)]}, "noise_schedule is not for adapters"),
     ],
 )
 def test_wrong_budgets_are_refused(settings, words):

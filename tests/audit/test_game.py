@@ -14,7 +14,7 @@ from gredp.audit.checks import Effort
 from gredp.audit.game import audit
 from gredp.audit.one_run import one_run
 from gredp.audit.selftest import SELF_TEST
-from gredp.audit.victims import GRIDS, EngineRun, EngineStep, LinearLoss, claimed_entry
+from gredp.audit.victims import GRIDS, EngineRun, EngineStep, EngineTurn, LinearLoss, claimed_entry
 from gredp.privacy.ledger import Entry
 
 CLAIM = Claim((Entry(bugs.SIGMA, 1.0, 1),))
@@ -108,6 +108,26 @@ def test_a_claim_of_the_paper_falls_and_the_proven_one_stands(noise):
     assert audit(victim, GRIDS, Claim((claimed_entry(victim.entry, "paper"),)), **settings).refuted
     proven = Claim((claimed_entry(victim.entry, "proven"),))
     assert not audit(victim, GRIDS, proven, alpha=1e-7, **settings).refuted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", ["white", "shaped"])
+def test_correlated_noise_is_worth_its_claim_and_not_much_more(noise):
+    """All releases of a turn, best combined: what is proven stands, and twice the noise falls."""
+    options = {"method": "gredp", "noise": noise, "correlation_bands": 3}
+    victim = EngineTurn(options, 0.5, grids=((8,),), seed=3)
+    proven = claimed_entry(victim.entry, "proven")
+    assert (proven.noise_multiplier, proven.sample_rate, proven.steps) == (pytest.approx(0.5), 1.0, 1)
+    settings = {"plays": 300, "only": ("sinusoid",), "seed": 3, "alpha": 1e-6}
+    assert not audit(victim, ((8,),), Claim((proven,)), **settings).refuted
+    assert audit(victim, ((8,),), Claim((Entry(1.0, 1.0, 1),)), **settings).refuted
+
+
+def test_without_noise_a_turn_gives_the_canary_back_at_its_length():
+    victim = EngineTurn({"method": "dpsgd", "correlation_bands": 4}, 0.0, grids=((8,),))
+    unit = directions(((8,),), seed=1)["random"]
+    for _ in range(3):
+        np.testing.assert_allclose(victim(np.vstack([100 * unit, np.zeros((3, 8))])), unit, atol=1e-5)
 
 
 def test_the_alarm_rings_for_gross_errors_and_not_otherwise():

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from gredp.gradient.spectra import noise_spectrum
+from gredp.gradient.spectra import noise_spectrum, over_steps
+from gredp.mechanisms.banded import coefficients
 from gredp.spectrum import distance, fft
+from oracles import band_matrix
 from worlds import MECHANISMS, make_private, no_gradient_step, one_step, records, small_model
 
 #: without a padded grid, whose coefficients are cropped before anybody sees them
@@ -42,6 +44,23 @@ def test_noise_by_frequency_is_what_a_step_releases(name):
                 assert found < 1e-10
             else:  # 6 deviations of a mean of squares, half of the coefficients being mirror images
                 assert found == pytest.approx(std**2, rel=6 * (4 / (count * draws)) ** 0.5)
+
+
+@pytest.mark.parametrize("bands", [1, 2, 8])
+def test_correlated_noise_is_shown_as_large_as_it_becomes(bands):
+    """Against the last row of C⁻¹, inverted as a matrix."""
+    row = torch.linalg.inv(band_matrix(bands, 60 * bands))[-1]
+    assert over_steps(coefficients(bands)) == pytest.approx(float(row.norm()), rel=1e-6)
+    private, white = (
+        make_private(nn.Linear(3, 2), records_of_three(), correlation_bands=b, sample_rate=0.1)[1]
+        for b in (bands, 1)
+    )
+    for shown, single in zip(noise_spectrum(private.private_step), noise_spectrum(white.private_step)):
+        assert shown["noise_std"] == pytest.approx([float(row.norm()) * std for std in single["noise_std"]])
+
+
+def records_of_three():
+    return torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
 
 
 def test_shares_are_the_released_ones_and_frequencies_rise():

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from gredp.cli import main
-from gredp.privacy.accountant import round_up
+from gredp.privacy.accountant import epsilon, round_up
+from gredp.privacy.ledger import Entry
 from gredp.report.command import write_report
 from gredp.training.spent import spent
 
@@ -115,6 +116,31 @@ def test_training_leaves_a_page_that_says_what_the_ledger_says(runs):
     assert len(page.all("svg")) == 4, "accuracy twice, noise, shares"
     assert "claimed" not in page.words.lower(), "the paper says nothing about shaped noise"
     assert "dp-accounting" in page.words
+
+
+def test_parts_that_take_turns_are_said(tmp_path):
+    """8 steps over 4 bands are 2 mechanisms at four times the rate; ε is the ledger's."""
+    run = tmp_path / "banded"
+    main(["train", *QUICK, "--correlation-bands", "4", "--out", str(run)])
+    page, counted = safe(run / "report.html"), spent(run)
+    (entry,) = counted.written.entries
+    alone = Entry(entry.noise_multiplier, entry.sample_rate, -(-entry.steps // 4))
+    assert counted.proven_epsilon == epsilon([alone], counted.delta, "rdp")
+    assert f"with ε = {round_up(counted.proven_epsilon):.4f}" in page.words
+    assert "Noise is correlated over 4 steps" in page.words
+    assert f"in {alone.steps} of these mechanisms" in page.words
+    assert "parts in turn" in page.words
+    assert "white noise correlated over 4 steps" in page.words
+    assert "do not agree" not in page.words
+
+
+def test_a_record_from_before_there_were_bands_agrees(runs, tmp_path):
+    run = copy(runs, tmp_path)
+    record = json.loads((run / "record.json").read_text())
+    for row in record["ledger"]:
+        del row["bands"], row["split"]
+    (run / "record.json").write_text(json.dumps(record))
+    assert "do not agree" not in safe(write_report([run])).words
 
 
 def test_figures_are_text_in_the_pages_ink(runs):

@@ -37,7 +37,7 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise GredpError("give either target_epsilon or noise_multiplier")
-        for name in {"sample_rate", "claim"} & set(self.options):
+        for name in {"sample_rate", "claim", "correlation_bands", "noise_schedule"} & set(self.options):
             raise GredpError(f"{name} is not for adapters: use PrivacyEngine in a loop of your own")
 
     def poisson(self, loader: Any) -> DataLoader[Any]:

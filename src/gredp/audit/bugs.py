@@ -13,14 +13,19 @@ import numpy as np
 import torch
 
 import gredp.distributed as distributed
+import gredp.engine as engine
 import gredp.front.normalise as normalise
 import gredp.gradient.capture as capture
 import gredp.gradient.clip as clip
+import gredp.gradient.correlated as correlated
 import gredp.gradient.noise as noise
 import gredp.gradient.per_sample as per_sample
 import gredp.gradient.step as step
 import gredp.gradient.summation as summation
+import gredp.mechanisms.banded as banded
+import gredp.mechanisms.plan as plan
 import gredp.optimizer as optimizer
+import gredp.privacy.accountant as accountant
 import gredp.privacy.calibrate as calibrate
 import gredp.privacy.ledger as ledger
 import gredp.privacy.ledger_file as ledger_file
@@ -241,9 +246,9 @@ def layers_that_share_a_norm_counted_once(patch: Patch) -> None:
 def accountant_fed_another_sigma(patch: Patch) -> None:
     honest = ledger.Ledger.charge
 
-    def flattering(self, certificate, sample_rate, claimed=None):
+    def flattering(self, certificate, *rest):
         releases = tuple(replace(r, noise_std=r.noise_std * math.sqrt(2)) for r in certificate.releases)
-        honest(self, replace(certificate, releases=releases), sample_rate, claimed)
+        honest(self, replace(certificate, releases=releases), *rest)
 
     patch.setattr(ledger.Ledger, "charge", flattering)
 
@@ -464,6 +469,104 @@ def a_query_without_its_charge(patch):
 
 def a_query_without_its_clip(patch):
     patch.setattr(normalise, "clip_norm", lambda channels: 1e30)
+
+
+def parts_that_do_not_take_turns(patch: Patch) -> None:
+    """Plain Poisson batches under noise that is taken back: a record may be in two steps side by side."""
+    patch.setattr(sampling.CyclicBatchSampler, "draw_turn", lambda self, turn: self.draw())
+
+
+def columns_longer_than_certified(patch: Patch) -> None:
+    """The largest coefficient is 1 instead of their norm: less noise than is accounted for."""
+    honest, certified = banded.coefficients, plan.StepPlan.certificate
+
+    def longer(bands):
+        column = honest(bands)
+        return tuple(c / column[0] for c in column)
+
+    patch.setattr(banded, "coefficients", longer)
+    patch.setattr(plan.StepPlan, "certificate", lambda self: certified(replace(self, correlation=(1.0,))))
+
+
+def noise_that_forgets(patch: Patch) -> None:
+    """Nothing is taken back: not the covariance that is certified, though no less private."""
+    honest = correlated.CorrelatedSource.begin
+
+    def begin(self, step):
+        self._drawn = {}
+        honest(self, step)
+
+    patch.setattr(correlated.CorrelatedSource, "begin", begin)
+
+
+def noise_taken_back_with_a_wrong_sign(patch: Patch) -> None:
+    """Added instead: prefix sums grow, and the released sums say more than is certified."""
+    honest = correlated.CorrelatedSource.__init__
+
+    def init(self, source, coefficients):
+        honest(self, source, (coefficients[0], *(-c for c in coefficients[1:])))
+
+    patch.setattr(correlated.CorrelatedSource, "__init__", init)
+
+
+def noise_kept_with_the_checkpoint(patch: Patch) -> None:
+    """A run that goes on from it takes back what steps that were lost have taken back before."""
+    begun, saved = correlated.CorrelatedSource.begin, engine.write_checkpoint
+    kept: list[Any] = []
+
+    def begin(self, step):
+        if not self._drawn:
+            self._drawn = {step - len(kept) + i: blocks for i, blocks in enumerate(kept)}
+        begun(self, step)
+
+    def save(folder, module, private, progress):
+        kept[:] = private.private_step._noise._drawn.values()
+        saved(folder, module, private, progress)
+
+    patch.setattr(correlated.CorrelatedSource, "begin", begin)
+    patch.setattr(engine, "write_checkpoint", save)
+
+
+def accountant_fed_the_rate_of_all_records(patch: Patch) -> None:
+    """q instead of b·q: a part is drawn from b times as often when it has its turn."""
+    patch.setattr(engine, "check_bands", lambda bands, sample_rate: sample_rate)
+
+
+def turns_rounded_down(patch: Patch) -> None:
+    honest = ledger.mechanisms
+
+    def fewer(entries):
+        return honest(replace(e, steps=e.steps // e.bands * e.bands) for e in entries)
+
+    patch.setattr(ledger, "mechanisms", fewer)
+    patch.setattr(accountant, "mechanisms", fewer)
+
+
+def splits_counted_as_one(patch: Patch) -> None:
+    honest = ledger.mechanisms
+
+    def together(entries):
+        return honest(replace(e, split="all") if e.split else e for e in entries)
+
+    patch.setattr(ledger, "mechanisms", together)
+    patch.setattr(accountant, "mechanisms", together)
+
+
+def another_split_after_a_restart(patch: Patch) -> None:
+    """A record that has just had its turn may have it again."""
+
+    def redrawn(self, facts):
+        sampler = self._loader.batch_sampler
+        split = sampler.split
+        self._use_split(bytes.fromhex(facts["split"]))
+        sampler.split = split
+
+    patch.setattr(engine.PrivacyEngine, "_go_on_with_split", redrawn)
+
+
+def batches_out_of_turn_let_through(patch: Patch) -> None:
+    """The turns shift against the noise: a record takes part again a step too early."""
+    patch.setattr(optimizer.PrivateOptimizer, "_turn", property(lambda self: self.next_turn, lambda *_: None))
 
 
 # ------------------------------------------------------------------ steps written from scratch

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from gredp.audit.game import Mechanism, audit
 from gredp.audit.victims import EngineStep, claimed_entry
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
+from gredp.privacy import ledger as ledger_
 from gredp.privacy.ledger import Entry
+from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 
 Verdict = str | None
@@ -220,6 +223,61 @@ def shape() -> Verdict:
     return None if torch.equal(before, after) else "the weights of a step follow the records of that step"
 
 
+# ------------------------------------------------------------------ noise correlated over steps
+
+BANDS = 4
+
+
+def _banded(outputs: int) -> Any:
+    """Records that are their own numbers, without gradient; the noise and the draws are always the same."""
+    engine, model = PrivacyEngine(secret=Secret(7)), nn.Linear(1, outputs, bias=False)
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(TensorDataset(torch.arange(200.0)[:, None]), batch_size=20),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        correlation_bands=BANDS,
+    )
+    return *made, engine
+
+
+def turns() -> Verdict:
+    """Records take part in steps a whole cycle apart, as often as the ledger's rate and rounds say."""
+    model, optimizer, loader, engine = _banded(1)
+    last: dict[int, int] = {}
+    drawn = 0
+    for t, (x,) in enumerate(chain(loader, loader, loader)):
+        _released(model, optimizer, x, 0.0)
+        for record in x.flatten().long().tolist():
+            if t - last.get(record, -BANDS) < BANDS:
+                return f"a record takes part in steps {last[record]} and {t}, less than {BANDS} apart"
+            last[record] = t
+            drawn += 1
+        had, paid = t // BANDS + 1, sum(e.steps for e in ledger_.mechanisms(engine.ledger.entries))
+        if paid < had:
+            return f"after {t + 1} steps a part has had {had} turns, and {paid} are paid"
+    rate = engine.ledger.entries[0].sample_rate
+    asked = (t + 1) * 200 / BANDS
+    if drawn > asked * rate + 6 * math.sqrt(asked * rate):
+        return f"{drawn / asked:.3g} of a part are drawn in its turn, and {rate:.3g} are paid"
+    return None
+
+
+def correlation() -> Verdict:
+    """Over steps the released noise is C⁻¹ξ: C, from its definition, makes it white again."""
+    steps, size = 10, 20_000
+    model, optimizer, loader, _ = _banded(size)
+    noise = torch.stack([_released(model, optimizer, x, 0.0) * 20 / BATCH for (x,) in loader])
+    column = [math.comb(2 * j, j) / 4**j / math.hypot(1, 1 / 2, 3 / 8, 5 / 16) for j in range(BANDS)]
+    matrix = sum(c * torch.ones(steps - j).double().diag(-j) for j, c in enumerate(column))
+    white = matrix @ noise
+    worst = float((white @ white.T / size - torch.eye(steps)).abs().max())
+    if worst > 6 * math.sqrt(2 / size):
+        return f"C times the noise of {steps} steps is not white: {worst:.3g} off in its covariance"
+    return None
+
+
 # ------------------------------------------------------------------ what must be refused
 
 
@@ -249,12 +307,21 @@ def _unfrozen(x: Tensor) -> None:
     _released(model, optimizer, x)
 
 
+def _out_of_turn(x: Tensor) -> None:
+    """Of two loops side by side, the older one's second batch was drawn for a turn that has passed."""
+    model, optimizer, loader, _ = _banded(1)
+    older, newer = iter(loader), iter(loader)
+    for batches in (older, newer, older):
+        _released(model, optimizer, next(batches)[0])
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "batch normalisation": lambda x: _attempt(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), x),
     "a buffer that follows the data": _following_buffer,
     "a weight used outside of its layer": _outside,
     "a second step on the same gradients": lambda x: _attempt(nn.Linear(6, 3), x)[1].step(),
     "a parameter unfrozen after make_private": _unfrozen,
+    "a batch out of turn under correlated noise": _out_of_turn,
 }
 
 

@@ -93,7 +93,7 @@ def run_case(
         return {**head, "game": "one run, gross-error alarm", **alarm.to_json()}
     from gredp.audit.bounds import Claim
     from gredp.audit.game import audit
-    from gredp.audit.victims import EngineRun, EngineStep, claimed_entry
+    from gredp.audit.victims import EngineRun, EngineStep, EngineTurn, claimed_entry
 
     if case.whole_run:
         run = EngineRun(case.options, case.sigma, case.steps, case.rate, grids=((8,),), seed=seed)
@@ -101,7 +101,8 @@ def run_case(
         only: tuple[str, ...] = ("random",)
         plays = plays or RUN_PLAYS.get(case.rate, 3000)
     else:
-        victim, only = EngineStep(case.options, case.sigma, seed=seed), ()
+        kind = EngineTurn if case.options.get("correlation_bands", 1) > 1 else EngineStep
+        victim, only = kind(case.options, case.sigma, seed=seed), ()
         plays = plays or PLAYS
     claimed, proven = (Claim((claimed_entry(victim.entry, kind),)) for kind in (case.claim, "proven"))
     settings: dict[str, Any] = {"plays": plays, "alpha": alpha, "delta": delta, "only": only, "seed": seed}

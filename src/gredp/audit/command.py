@@ -187,10 +187,17 @@ def _case_of_run(folder: Path) -> Any:
     """The method of a run, at the noise at which few plays tell most: z is linear in σ."""
     from gredp.audit.claims import Case, method
 
-    settings = _read_record(folder)["settings"]
+    record = _read_record(folder)
+    settings = record["settings"]
     more = {"filter_ratio": settings["filter_ratio"]} if settings["method"] == "spectral_dp" else {}
+    bands = record["guarantee"].get("correlation_bands", 1)
     options = method(
-        settings["method"], settings["noise"], settings["clipping"], claim=settings["claim"], **more
+        settings["method"],
+        settings["noise"],
+        settings["clipping"],
+        claim=settings["claim"],
+        correlation_bands=bands,
+        **more,
     )
     return Case(f"the method of {folder.name}", options, "proven")
 

@@ -71,6 +71,15 @@ SELF_TEST = [
     ),
     Planted(bugs.spent_gradients_used_again, checks.refusal, ("a second step on the same gradients",)),
     Planted(bugs.unfrozen_parameters_stepped, checks.refusal, ("a parameter unfrozen after make_private",)),
+    Planted(bugs.parts_that_do_not_take_turns, checks.turns),
+    Planted(bugs.accountant_fed_the_rate_of_all_records, checks.turns),
+    Planted(bugs.turns_rounded_down, checks.turns),
+    Planted(bugs.columns_longer_than_certified, checks.correlation),
+    Planted(bugs.noise_that_forgets, checks.correlation),
+    Planted(bugs.noise_taken_back_with_a_wrong_sign, checks.correlation),
+    Planted(
+        bugs.batches_out_of_turn_let_through, checks.refusal, ("a batch out of turn under correlated noise",)
+    ),
     Planted(bugs.reference_spectral_dp, STEP),
     Planted(bugs.variance_for_deviation, STEP),
     Planted(bugs.clip_of_each_coordinate, STEP),

@@ -17,7 +17,7 @@ from gredp.audit.game import Mechanism
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.layers import BlockCirculantLinear, SpectralConv2d
-from gredp.privacy.ledger import Entry
+from gredp.privacy.ledger import Entry, mechanisms
 
 #: a linear layer and a kernel, of odd and of even length; whole runs and the self-test play a circulant too
 GRIDS: tuple[Grid, ...] = ((15,), (4, 4))
@@ -110,6 +110,33 @@ class EngineStep:
         return _moved(self.model, self.optimizer)
 
 
+class EngineTurn(EngineStep):
+    """Noise correlated over b steps: the b steps over which a record that takes part in the first one counts.
+
+    What is given back is what the best attacker makes of all their releases: Σ_i c_i (C y)_i, in which the
+    record is back to its length and the noise is that of one step.
+    """
+
+    def __init__(self, options: dict[str, Any], noise_multiplier: float, **rest: Any) -> None:
+        self._earlier: list[Floats] = []
+        super().__init__(options, noise_multiplier, **rest)
+
+    def _private(self, data: Tensor, rate: float) -> tuple[Any, Any, Any, PrivacyEngine]:
+        return super()._private(data, rate / self.options["correlation_bands"])
+
+    def __call__(self, gradients: Floats) -> Floats:
+        column = self.optimizer.private_step.plan.correlation
+        reach = len(column) - 1
+        y = self._earlier[-reach:] or [np.zeros(self.dimension)] * reach
+        for drawn in (gradients, *[gradients[:0]] * reach):
+            # in place of the loader, which would sample
+            self.optimizer.expect_part(last=True, turn=self.optimizer.next_turn)
+            y.append(super().__call__(drawn))
+        self._earlier = y[-reach:]
+        whitened = [sum(c * y[t - j] for j, c in enumerate(column)) for t in range(reach, len(y))]
+        return np.asarray(sum(c * row for c, row in zip(column, whitened)))
+
+
 class EngineRun(EngineStep):
     """A whole run over the data set of these records: engine, Poisson sampler, optimiser, all new."""
 
@@ -125,8 +152,9 @@ class EngineRun(EngineStep):
         _zero(model)
         while self.engine.ledger.steps < self.steps:
             for (x,) in loader:
-                if self.engine.ledger.steps < self.steps:
-                    _train(model, optimizer, x)
+                _train(model, optimizer, x)
+                if self.engine.ledger.steps == self.steps:
+                    break
         return _moved(model, optimizer)
 
 
@@ -149,6 +177,7 @@ def _moved(model: nn.Module, optimizer: Any) -> Floats:
 
 def claimed_entry(entry: Entry, claim: str) -> Entry:
     """The ledger's proven multiplier, or the σ that the paper takes for it."""
+    (entry,) = mechanisms([entry])
     if claim == "proven":
         return Entry(entry.noise_multiplier, entry.sample_rate, entry.steps)
     if entry.claimed_multiplier is None:

@@ -6,7 +6,9 @@ Plans are no secret, and weights and shares were released: nothing here costs pr
 import math
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.signal import lfilter
 
 from gredp.gradient.step import PrivateStep
 from gredp.spectrum import BlockView, distance, mirror
@@ -17,11 +19,13 @@ def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
 
     `frequency` is a group's mean distance from zero in shares of the highest, `coefficients` its size,
     `noise_std` the root mean square of the noise on one of its Fourier coefficients, as the summed gradient
-    is released (before the crop, where the plan has a padded grid). `norm_share` is the released mean share
-    of a record's gradient norm, noise and all; None where the method releases none.
+    is released: before the crop, where the plan has a padded grid; after many steps, where noise is
+    correlated over them. `norm_share` is the released mean share of a record's gradient norm, noise and all;
+    None where the method releases none.
     """
     plan, weights = step.plan, step.squared_weights
-    deviations = {name: group.noise_std for group in plan.groups for name in group.blocks}
+    swell = over_steps(plan.correlation)
+    deviations = {name: group.noise_std * swell for group in plan.groups for name in group.blocks}
     rows = []
     for name, view in step.views.items():
         std = deviations[name] * _scale(view, plan.noise_parts)
@@ -44,6 +48,13 @@ def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def over_steps(column: tuple[float, ...]) -> float:
+    """The deviation of one step's n = C⁻¹ξ, after many steps, for ξ of deviation 1: what C takes back later
+    it has added before."""
+    impulse = np.eye(1, 100 * len(column))[0]
+    return float(np.linalg.norm(lfilter([1.0], column, impulse)))
 
 
 def _groups(view: BlockView) -> torch.Tensor:

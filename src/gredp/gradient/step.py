@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gredp.distributed import pass_on, rank
 from gredp.gradient.clip import clip
+from gredp.gradient.correlated import CorrelatedSource
 from gredp.gradient.inverse import invert
 from gredp.gradient.noise import NoiseSource, add_noise
 from gredp.gradient.per_sample import PerSampleSpectra
@@ -26,6 +27,8 @@ class PrivateStep:
     def __init__(self, plan: StepPlan, source: NoiseSource, expected_batch_size: float) -> None:
         self.plan = plan
         self.source = source
+        banded = len(plan.correlation) > 1
+        self._noise = CorrelatedSource(source, plan.correlation) if banded else source
         self.views = {block.name: _view(block, plan) for block in plan.blocks}
         self.shape = (
             LearnedShape(plan.shaping, self.views, expected_batch_size) if plan.shaping is not None else None
@@ -69,11 +72,11 @@ class PrivateStep:
 
     def _noised(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """The gradients, and the energy shares where the plan asks for them."""
-        self.source.begin(step)
+        self._noise.begin(step)
         weights = self.squared_weights
         ones = {name: torch.ones(1) for name in self.views}
         preconditioner = self.shape.preconditioner if self.shape is not None else ones
-        noisy = add_noise(self._bounded, parameters, weights, self.source)
+        noisy = add_noise(self._bounded, parameters, weights, self._noise)
         gradients = invert(noisy, weights, preconditioner)
         return gradients if noisy.shares is None else {**gradients, SHARES: noisy.shares}
 

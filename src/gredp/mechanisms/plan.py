@@ -72,7 +72,8 @@ class StepPlan:
     `noise_parts` (a, b) scale the real and the imaginary noise on each Fourier coefficient; None
     means one real draw per coordinate instead (carried through the transform where there is one).
     `keep_ratio` is the share of coefficients that Spectral-DP keeps. `energy_std` is the deviation
-    of the noise on the energy query when `shaping` is set.
+    of the noise on the energy query when `shaping` is set. `correlation` is the first column of C, by which
+    the noise of a step is correlated with that of the steps before it; (1,) is noise independent of them.
     """
 
     blocks: tuple[Block, ...]
@@ -83,16 +84,22 @@ class StepPlan:
     keep_ratio: float | None = None
     shaping: Shaping | None = None
     energy_std: float = 0.0
+    correlation: tuple[float, ...] = (1.0,)
 
     def certificate(self) -> Certificate:
-        """K and Σ of this step, hence its multiplier."""
+        """K and Σ of this step, hence its multiplier.
+
+        Noise C⁻¹ξ on the sums is noise ξ on C times the sums: there a record's gradient is multiplied by a
+        column of C, and K by the column's norm.
+        """
+        column = math.hypot(*self.correlation)
         blocks = {block.name: block for block in self.blocks}
         releases = []
         for group in self.groups:
             scale = min(self._least_scale(blocks[name]) for name in group.blocks)
-            releases.append(Release(group.name, group.clip_norm, group.noise_std * scale))
+            releases.append(Release(group.name, group.clip_norm * column, group.noise_std * scale))
         if self.shaping is not None:
-            releases.append(Release("energy shares", 1.0, self.energy_std))
+            releases.append(Release("energy shares", column, self.energy_std))
         return Certificate(tuple(releases))
 
     def scaled(self, factor: float) -> "StepPlan":

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError
+from gredp.mechanisms.banded import Banded
 from gredp.mechanisms.dpsgd import DPSGD
 from gredp.mechanisms.gredp import HALVES, GReDP
 from gredp.mechanisms.plain import Plain
@@ -22,13 +23,24 @@ NOISE_PARTS = {"white": HALVES, "real": (1.0, 0.0)}
 
 
 def mechanism(
-    method: str, noise: str = "white", claim: str = "proven", clipping: str | None = None, **options: Any
+    method: str,
+    noise: str = "white",
+    claim: str = "proven",
+    clipping: str | None = None,
+    correlation_bands: int = 1,
+    **options: Any,
 ) -> Mechanism:
     """The mechanism for `method`; options that it does not have are refused by name.
 
     Where `clipping` is left open, a spectral method under `claim="paper"` clips layer by layer at the
     same norm, as the paper's Algorithm 2 does; everything else clips flat.
     """
+    if correlation_bands != 1:
+        if method == "plain":
+            raise GredpError("plain training has no noise that correlation bands could correlate")
+        if claim == "paper":
+            raise GredpError("the paper makes no claim about correlated noise: use claim 'proven'")
+        return Banded(mechanism(method, noise, claim, clipping, **options), correlation_bands)
     for word, value, allowed in (
         ("method", method, METHODS),
         ("noise", noise, get_args(Noise)),

@@ -1,7 +1,8 @@
 """Adapter of `dp-accounting`: entries of a ledger → ε at a δ. Both accountants are upper bounds.
 
 Formal guarantee. If every charged step is a Poisson-subsampled Gaussian mechanism at the entry's
-rate and multiplier, their adaptive composition is (ε, δ)-DP for adding or removing one record.
+rate and multiplier, their adaptive composition is (ε, δ)-DP for adding or removing one record. Steps with
+correlated noise count as the mechanisms that one record can take part in (docs/theory.md, section 6).
 
 | case | ε |
 |---|---|
@@ -19,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError
-from gredp.privacy.ledger import Entry, Ledger
+from gredp.privacy.ledger import Entry, Ledger, mechanisms
 
 AccountantName = Literal["pld", "rdp"]
 
@@ -44,7 +45,7 @@ def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName =
     check_accountant(accountant)
     spent = tuple(
         (min(e.noise_multiplier, 1e100), e.sample_rate, e.steps)  # less noise than there was: safe
-        for e in entries
+        for e in mechanisms(entries)
         if e.steps and not math.isinf(e.noise_multiplier)
     )
     if not spent:
@@ -62,7 +63,7 @@ def deltas(
 ) -> list[float]:
     """The proven δ of `entries` at each ε; every multiplier must be above 0 and finite."""
     check_accountant(accountant)
-    spent = tuple((e.noise_multiplier, e.sample_rate, e.steps) for e in entries if e.steps)
+    spent = tuple((e.noise_multiplier, e.sample_rate, e.steps) for e in mechanisms(entries) if e.steps)
     if any(not 0 < z < math.inf for z, _, _ in spent):
         raise GredpError("a curve δ(ε) needs noise multipliers above 0 and finite")
     if not spent:
@@ -179,3 +180,8 @@ def round_up(value: float, digits: int = 4) -> float:
     if not abs(value) < 1e15:  # beyond it, and at infinity, there are no such digits to round
         return value
     return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING))
+
+
+def in_turns(bands: int) -> str:
+    """What to print behind a sampling rate."""
+    return f" of {bands} parts in turn, noise correlated over as many steps" if bands > 1 else ""

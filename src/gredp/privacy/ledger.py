@@ -18,12 +18,18 @@ class Entry:
 
     `claimed_multiplier` is the σ that the paper would hand to the accountant in place of the proven
     multiplier; None where the paper makes no claim.
+
+    With noise correlated over `bands` steps the records are split into as many parts that take turns, and
+    `sample_rate` is that of the part whose turn it is. `split` is the name of the split: each has turns of
+    its own. The steps are then ⌈steps/bands⌉ such mechanisms (`mechanisms`).
     """
 
     noise_multiplier: float
     sample_rate: float
     steps: int
     claimed_multiplier: float | None = None
+    bands: int = 1
+    split: str = ""
 
     def __post_init__(self) -> None:
         if math.isnan(self.noise_multiplier) or self.noise_multiplier < 0:
@@ -35,6 +41,21 @@ class Entry:
             raise GredpError(f"the claimed multiplier must be 0 or more, not {claim}")
         if not (self.steps >= 0 and math.isfinite(self.steps) and self.steps == int(self.steps)):
             raise GredpError(f"the number of steps must be a whole number, not {self.steps}")
+        if not (self.bands >= 1 and self.bands == int(self.bands)) or (self.bands > 1) != bool(self.split):
+            raise GredpError(f"{self.bands} bands go with a split by name, not with {self.split!r}")
+
+
+def mechanisms(entries: Iterable[Entry]) -> list[Entry]:
+    """The same spending in entries without bands: as many mechanisms as one record can take part in.
+
+    Steps of one split are counted together wherever they stand, and rounded up: after t steps the part that
+    came first has had ⌈t/b⌉ turns. Steps of two splits are not, since a record may come first in both.
+    """
+    steps: dict[Entry, int] = {}
+    for entry in entries:
+        kind = replace(entry, steps=0)
+        steps[kind] = steps.get(kind, 0) + entry.steps
+    return [replace(kind, steps=-(-n // kind.bands), bands=1, split="") for kind, n in steps.items()]
 
 
 def merged(entries: list[Entry], step: Entry) -> list[Entry]:
@@ -78,11 +99,20 @@ class Ledger:
     def steps(self) -> int:
         return sum(entry.steps for entry in self._entries)
 
+    def steps_of(self, split: str) -> int:
+        """Steps charged to the split of this name: the number of the turn that comes next."""
+        return sum(entry.steps for entry in self._entries if entry.split == split)
+
     def charge(
-        self, certificate: Certificate, sample_rate: float, claimed_multiplier: float | None = None
+        self,
+        certificate: Certificate,
+        sample_rate: float,
+        claimed_multiplier: float | None = None,
+        bands: int = 1,
+        split: str = "",
     ) -> None:
         """Record one step. Checked whole before anything changes."""
-        entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier)
+        entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier, bands, split)
         if self.file is not None:
             self.file.append(entry)
         self._entries = merged(self._entries, entry)

@@ -73,6 +73,11 @@ class Facts:
         return bool(self.record.get("insecure")) or self.settings.get("insecure_seed") is not None
 
     @property
+    def bands(self) -> int:
+        """Steps over which noise was correlated, by the ledger."""
+        return max((entry.bands for entry in self.spent.written.entries), default=1)
+
+    @property
     def private(self) -> bool:
         return math.isfinite(self.spent.proven_epsilon)
 
@@ -106,7 +111,8 @@ class Facts:
         if noted != counted and not math.isclose(noted, counted, rel_tol=SAME):
             found.append(f"the record says ε = {noted:.6g}, the ledger gives {counted:.6g}")
         entries = [asdict(entry) for entry in self.spent.written.entries]
-        if self.record["ledger"] != json.loads(json.dumps(entries)):
+        noted_entries = [{"bands": 1, "split": "", **row} for row in self.record["ledger"]]
+        if noted_entries != json.loads(json.dumps(entries)):
             found.append("the record lists other steps than the ledger")
         return found
 

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from gredp import __version__
 from gredp.privacy.accountant import round_up
+from gredp.privacy.ledger import mechanisms
 from gredp.report import figures
 from gredp.report.facts import Facts, printable
 
@@ -120,12 +121,19 @@ def _guarantee(run: Facts) -> list[str]:
         f"{_count(run.spent.written.steps)} steps of the ledger are composed by "
         f"{ACCOUNTANTS[run.spent.accountant]} ({run.spent.accountant}).",
     ]
+    if run.bands > 1:
+        counted = sum(entry.steps for entry in mechanisms(run.spent.written.entries))
+        paragraphs.append(
+            f"Noise is correlated over {run.bands} steps, and the records take turns in as many parts, each "
+            "drawn from when it has its turn. No record can take part more often than in "
+            f"{_count(counted)} of these mechanisms; that many are composed, at the rate of a turn."
+        )
     if run.insecure:
         paragraphs.insert(0, "What follows would hold if nobody could know the seed of the noise.")
     if run.spent.written.inherited:
         paragraphs.append(
-            f"{_count(run.spent.written.inherited)} of these steps were spent before this run, by the one "
-            "that it was forked from, and are counted."
+            f"{_count(run.spent.written.inherited)} of these steps were spent before the first one of this "
+            "run, by the one that it was forked from or by a query on its features, and are counted."
         )
     selection = run.record.get("selection")
     none_yet = "nothing was selected yet, and nothing was counted for it"
@@ -158,12 +166,17 @@ def _trained(run: Facts) -> list[tuple[str, str]]:
             ("images", f"{shape} each, {data['classes']} classes; {_count(data['test_records'])} to test on")
         )
     if settings:
-        rows.append(("method", f"{settings['method']}, {settings['noise']} noise, claim {settings['claim']}"))
+        noise = f"{settings['noise']} noise{_bands(run)}"
+        rows.append(("method", f"{settings['method']}, {noise}, claim {settings['claim']}"))
     if "created" in run.record:
         rows.append(("finished", f"{run.record['created']}, after {run.record['seconds']:g} s of training"))
         rows.append(("command", run.record["command"]))
         rows.append(("processes", str(run.record["processes"])))
     return rows or [("", "this run was not made by gredp train, and has no settings on file")]
+
+
+def _bands(run: Facts) -> str:
+    return f" correlated over {run.bands} steps" if run.bands > 1 else ""
 
 
 def _accuracy(run: Facts) -> list[tuple[Markup, str]]:
@@ -201,9 +214,9 @@ def _noise(run: Facts) -> list[tuple[Markup, str]]:
     return found
 
 
-def _entries(run: Facts) -> list[tuple[str, str, str]]:
+def _entries(run: Facts) -> list[tuple[str, str, str, str]]:
     return [
-        (_count(e.steps), _number(e.noise_multiplier), f"{e.sample_rate:.6g}")
+        (_count(e.steps), _number(e.noise_multiplier), f"{e.sample_rate:.6g}", _count(e.bands))
         for e in run.spent.written.entries
     ]
 
@@ -277,7 +290,7 @@ def _comparison(runs: Sequence[Facts]) -> dict[str, Any]:
                 run.name
                 + (" (INSECURE)" if run.insecure else "")
                 + ("" if run.finished else " (not finished)"),
-                f"{run.settings['method']}, {run.settings['noise']}" if run.settings else "–",
+                f"{run.settings['method']}, {run.settings['noise']}{_bands(run)}" if run.settings else "–",
                 _epsilon(run.spent.proven_epsilon),
                 "–" if claimed is None else _epsilon(claimed),
                 _short(run.spent.delta),

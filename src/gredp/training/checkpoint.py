@@ -1,7 +1,7 @@
 """Everything that training goes on from: weights and their average, optimiser, learned shape.
 
 Tensors are kept as safetensors, the rest as JSON. All of it is covered by ε: it is computed from released
-gradients. Secrets of noise and sampling are no part of it.
+gradients. Secrets of noise and sampling are no part of it, nor is the noise that later steps would take back.
 """
 
 import json
@@ -22,6 +22,7 @@ from gredp.training.run_folder import Checkpoint, RunFolder
 
 def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
     """What may not change when a run goes on: all that the certificate and the accountant were given."""
+    plan = asdict(optimizer.private_step.plan)
     terms = {
         "noise_multiplier": optimizer.noise_multiplier,
         "sample_rate": optimizer.sample_rate,
@@ -32,7 +33,8 @@ def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
         "ema": getattr(optimizer.average, "decay", 0.0),
         "processes": world_size(),
         "noise_schedule": optimizer.schedule.stages,
-        "plan": asdict(optimizer.private_step.plan),
+        "correlation_bands": len(plan.pop("correlation")),
+        "plan": plan,
     }
     return json.loads(json.dumps(terms))
 
@@ -84,7 +86,7 @@ def _group(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
 
 def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimizer) -> dict[str, Any]:
     """Put everything back; gives the caller's progress. Another contract than the checkpoint's is refused."""
-    now, then = contract(optimizer), checkpoint.facts.get("contract", {})
+    now, then = contract(optimizer), {"correlation_bands": 1, **checkpoint.facts.get("contract", {})}
     for key in now:
         if now[key] != then.get(key):
             was, told = (f" ({json.dumps(x)})" if key != "plan" else "" for x in (then.get(key), now[key]))

@@ -236,7 +236,8 @@ def _start(session: Session, tracked: Several) -> tuple[None, bytes]:
 def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: PrivacyEngine) -> Session:
     """A new run, or a fork: the ledger and the weights of another one, everything else anew."""
     weights = engine.fork(settings.fork) if settings.fork is not None else None
-    target = {"target_epsilon": settings.epsilon, "target_delta": settings.delta, "epochs": settings.epochs}
+    target: dict[str, Any] = {"target_epsilon": settings.epsilon, "target_delta": settings.delta}
+    target |= {"epochs": settings.epochs, "correlation_bands": settings.correlation_bands}
     folder = Path(settings.out or _new_folder(settings))
     if settings.normalise and weights is None:
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
@@ -269,6 +270,7 @@ def _found(session: Session) -> tuple[int, bytes]:
         "settings": session.settings.kept(),
         "data": describe_data(session.data, session.front),
         "noise_multiplier": session.engine.requested_multiplier,
+        "correlation_bands": session.optimizer.bands,
         "normalisation": session.query,
         "certificate": plain_numbers(describe(session.optimizer.certificate)),
         "model": _network(session.settings, session.data),
@@ -287,8 +289,9 @@ def _resume(settings: TrainSettings, data: Splits, front: Front | None, engine: 
     if was != told:
         key = next(k for k in told if told[k] != was.get(k))
         raise GredpError(f"the data have changed: {key} was {was.get(key)} and is {told[key]}")
-    # The multiplier of the first start, not calibrated again: another version could find another digit.
+    # Multiplier and bands of the first start, not found again: another version could find another digit.
     noise = {"noise_multiplier": facts["noise_multiplier"]}
+    noise["correlation_bands"] = facts.get("correlation_bands", 1)
     session = _session(settings, folder, data, front, engine, noise)
     session.query = facts.get("normalisation")
     done = engine.load(folder)

@@ -3,6 +3,7 @@
 | file | what | written |
 |---|---|---|
 | settings.json | what the run was told, sealed (`gredp train` only) | once |
+| split | with correlation bands: the key that splits the records into parts, mode 600 | once |
 | ledger | every step charged, sealed line by line | fsync before each noisy update |
 | checkpoint-N.safetensors | tensors | atomically; the last two are kept |
 | checkpoint-N.json | the rest, with the SHA-256 of the tensors, sealed | after its tensors |
@@ -71,6 +72,21 @@ class RunFolder:
             folder.close()
             raise
         return folder
+
+    def keep_split(self, key: bytes) -> None:
+        """Before the first checkpoint: a run that can go on has its split."""
+        write_document(self.path / "split", {"key": key.hex()}, mode=0o600)
+
+    def split(self) -> str | None:
+        """The key of the split, in hexadecimal; None where there is none."""
+        path = self.path / "split"
+        if not path.exists():
+            return None
+        kept = read_document(path)
+        try:
+            return bytes.fromhex(kept["key"]).hex()
+        except (KeyError, TypeError, ValueError):
+            raise Damaged(f"{path} is not the split of a run") from None
 
     def save(self, tensors: bytes, facts: dict[str, Any]) -> None:
         """A new checkpoint; the one before it is kept, older ones go once this one is on the disk."""

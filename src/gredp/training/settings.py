@@ -68,6 +68,9 @@ class TrainSettings:
     clip_norm: float = 1.0
     clipping: str | None = None
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
+    correlation_bands: int | Literal["auto"] = 1
+    """steps over which noise is correlated, and parts of the records that take turns; 1: independent noise.
+    auto: the number that leaves least noise on the iterates, by the accountant, before training"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
     noise_schedule: float = 1.0
@@ -141,7 +144,8 @@ class TrainSettings:
 
     def check(self) -> None:
         """Refuse what can be refused without data."""
-        chosen = mechanism(self.method, self.noise, self.claim, self.clipping, **self.options())
+        bands = 2 if self.correlation_bands == "auto" else self.correlation_bands
+        chosen = mechanism(self.method, self.noise, self.claim, self.clipping, bands, **self.options())
         check_delta(self.delta)
         check_trackers(self.track)
         for name, value, least in (
@@ -168,6 +172,10 @@ class TrainSettings:
             raise GredpError(f"--ema must lie in [0, 1), not {self.ema}")
         if not (self.noise_schedule > 0 and math.isfinite(self.noise_schedule)):
             raise GredpError(f"--noise-schedule must be a positive number, not {self.noise_schedule}")
+        if self.noise_schedule != 1 and self.correlation_bands != 1:
+            raise GredpError(
+                "nothing is proven for --noise-schedule with --correlation-bands: take one of the two"
+            )
         if self.warmup < 0:
             raise GredpError(f"--warmup must be 0 or more steps, not {self.warmup}")
         if self.augment < 0:

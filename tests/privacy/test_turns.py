@@ -1,0 +1,108 @@
+"""What steps with correlated noise cost: as many mechanisms as one record can take part in, never fewer."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gredp import GredpError
+from gredp.privacy import ledger as ledger_
+from gredp.privacy.accountant import epsilon
+from gredp.privacy.certificate import Certificate, Release
+from gredp.privacy.ledger import Entry, Ledger
+from gredp.privacy.ledger_file import LedgerFile, read_ledger
+from gredp.privacy.quote import quote
+
+DELTA = 1e-5
+ONE = Certificate((Release("r", 1.0, 1.0),))
+
+
+def turns(steps: int, bands: int = 4, split: str = "a", z: float = 1.0, rate: float = 0.2) -> Entry:
+    return Entry(z, rate, steps, None, bands, split)
+
+
+@pytest.mark.parametrize("bands", [2, 3, 4, 7])
+def test_after_every_step_no_record_has_had_more_turns_than_are_charged(bands):
+    """Against a count of every part's turns, step by step; and for the part that came first it is exact."""
+    ledger, had = Ledger(), [0] * bands
+    for t in range(23):
+        ledger.charge(ONE, 0.2, None, bands, "a")
+        had[t % bands] += 1
+        (paid,) = ledger_.mechanisms(ledger.entries)
+        assert paid == Entry(1.0, 0.2, max(had))
+
+
+def test_epsilon_is_that_of_the_rounds_at_the_rate_of_a_turn():
+    for accountant in ("rdp", "pld"):
+        assert epsilon([turns(9)], DELTA, accountant) == epsilon([Entry(1.0, 0.2, 3)], DELTA, accountant)
+    assert epsilon([turns(9)], DELTA, "rdp") < epsilon([turns(13)], DELTA, "rdp")
+
+
+def test_steps_of_one_split_are_counted_together_and_those_of_two_apart():
+    """A fork has a split of its own: a record may come first in its parent's and in its own."""
+    once = [turns(1), Entry(1.0, 0.1, 5), turns(2)]
+    assert [e.steps for e in ledger_.mechanisms(once)] == [1, 5]
+    assert [e.steps for e in ledger_.mechanisms([turns(1), turns(1, split="b")])] == [1, 1]
+    ledger = Ledger()
+    for name in "abab":
+        ledger.charge(ONE, 0.2, None, 4, name)
+    assert ledger.steps_of("a") == 2
+    assert [e.steps for e in ledger_.mechanisms(ledger.entries)] == [1, 1]
+    assert ledger.steps == 4
+
+
+def test_another_multiplier_within_a_split_is_never_counted_short():
+    mixed = [turns(1), turns(1, z=2.0), turns(1)]
+    assert sorted((e.noise_multiplier, e.steps) for e in ledger_.mechanisms(mixed)) == [(1.0, 1), (2.0, 1)]
+
+
+def test_entries_without_bands_are_what_they_were():
+    entries = [Entry(1.0, 0.5, 2, 4.0), Entry(2.0, 0.25, 1, 4.0), Entry(1.0, 0.5, 1, 4.0)]
+    assert ledger_.mechanisms(entries) == [replace(entries[0], steps=3), entries[1]]
+
+
+@pytest.mark.parametrize(("bands", "split"), [(0, ""), (2, ""), (1, "a"), (2.5, "a"), (-1, "a")])
+def test_bands_and_split_go_together(bands, split):
+    with pytest.raises(GredpError, match="bands go with a split"):
+        Entry(1.0, 0.5, 1, None, bands, split)
+
+
+def test_the_file_keeps_bands_and_reads_lines_from_before_there_were_any(tmp_path):
+    file = LedgerFile.create(tmp_path / "ledger", [turns(3, split="parent")])
+    file.start()
+    ledger = Ledger()
+    ledger.keep_in(file)
+    for _ in range(5):
+        ledger.charge(ONE, 0.2, None, 4, "a")
+    file.close()
+    found = read_ledger(tmp_path / "ledger")
+    assert found.entries == [turns(3, split="parent"), turns(5)]
+    assert [e.steps for e in ledger_.mechanisms(found.entries)] == [1, 2]
+
+    old = {"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": 2, "claimed_multiplier": 4.0}
+    assert Ledger.from_json(json.loads(json.dumps([old]))).entries == (Entry(1.0, 0.5, 2, 4.0),)
+
+
+def test_a_line_cut_off_counts_as_a_turn(tmp_path):
+    path = tmp_path / "ledger"
+    file = LedgerFile.create(path)
+    file.start()
+    for _ in range(4):
+        file.append(turns(1))
+    file.close()
+    path.write_bytes(path.read_bytes() + b"abc")
+    assert [e.steps for e in ledger_.mechanisms(LedgerFile.open(path).written.entries)] == [2]
+
+
+def test_a_quote_costs_what_the_run_would():
+    settings = {"method": "dpsgd", "batch_size": 10, "records": 100, "epochs": 2, "accountant": "rdp"}
+    told = quote(target_epsilon=2.0, bands=4, **settings)
+    assert (told["correlation_bands"], told["steps"], told["claimed_epsilon"]) == (4, 20, None)
+    assert told["sample_rate"] == 0.4
+    assert 1.99 < told["proven_epsilon"] <= 2.0
+    rounds = [Entry(told["noise_multiplier"], 0.4, 5)]
+    assert told["proven_epsilon"] == epsilon(rounds, DELTA, "rdp")
+    assert quote(target_epsilon=8.0, bands="auto", **settings)["correlation_bands"] > 1
+    for wrong, words in (({"bands": 11}, "at most 10 bands"), ({"bands": "auto"}, "give --epsilon")):
+        with pytest.raises(GredpError, match=words):
+            quote(sigma=1.0, **settings, **wrong)
