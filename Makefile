@@ -7,27 +7,27 @@ BIN := $(VENV)/bin
 train: $(VENV)/.ready
 	$(BIN)/gredp train
 
-test: $(VENV)/.ready check
+test: $(VENV)/.dev check
 	$(BIN)/python -m pytest -q
 
-test-all: $(VENV)/.ready check
+test-all: $(VENV)/.dev check
 	$(BIN)/python -m pytest -q -m "slow or not slow"
 
-check: $(VENV)/.ready
+check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.ready
+format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # The site in site/, without warnings; open site/index.html.
-docs: $(VENV)/.ready
+docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
 # A record and the page made from it; BENCH=--quick takes under three minutes and leaves both alone.
-bench: $(VENV)/.ready
+bench: $(VENV)/.dev
 ifeq ($(BENCH),--quick)
 	$(BIN)/python benchmarks/step_time.py --quick --out runs/step_time.json
 else
@@ -38,7 +38,7 @@ else
 endif
 
 # The auditor's records and the page made from them, about ten minutes.
-audit: $(VENV)/.ready
+audit: $(VENV)/.dev
 	$(BIN)/gredp audit --all --out results/audit.json
 	$(BIN)/gredp audit --self-test --out results/audit_self_test.json
 	$(BIN)/python benchmarks/audit_null.py --out results/audit_null.json
@@ -48,6 +48,11 @@ audit: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+# What tests, checks, docs and benchmarks need beyond it, other trainers and trackers among them.
+$(VENV)/.dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
