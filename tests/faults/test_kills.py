@@ -189,7 +189,8 @@ def test_of_twenty_starts_exactly_one_trains(folder, record_property):
     record_property("injected", len(statuses))
     for place, status in zip(places, statuses):
         if status:
-            assert "in use by process" in error(place)
+            # One that began late, on a busy machine, may find the winner gone.
+            assert any(words in error(place) for words in ("in use by process", "has finished"))
             assert error(place).count("\n") == 1
     winner = statuses.index(0)
     noised = (places[winner] / "draws").read_text().count("step\n")

@@ -127,8 +127,8 @@ def views_clipped_one_by_one(patch: Patch) -> None:
 def views_of_a_record_torn_apart(patch: Patch) -> None:
     """A physical batch may end between two views, and the next one's records begin with what is left."""
 
-    def split(self, sampler, size, last):
-        self.sampler, self.size, self.last = sampler, size + 1, last
+    def split(self, sampler, size, words):
+        self.sampler, self.size, self.words = sampler, size + 1, words
 
     patch.setattr(sampling._Split, "__init__", split)
 
