@@ -67,7 +67,7 @@ def _audit(settings: ReproduceSettings, wanted: list[Cell], out: Path) -> None:
     few = settings.scale == "smoke"
     audit_cells(wanted, out, plays=200 if few else 1500)
     if settings.target in ("theorems", "all"):
-        verdicts = audit_theorems(out, trials=1000 if few else 20_000, plays=600 if few else 20_000)
+        verdicts = audit_theorems(out, trials=1000 if few else 10_000, plays=600 if few else 8000)
         rows = [(v["name"], v["says"], v["verdict"], v["holds"]) for v in verdicts]
         table("theorems", rows, ("statement", "what it says", "verdict", "what holds"))
 
