@@ -249,7 +249,7 @@ def test_what_steps_will_cost_is_what_they_have_cost_then():
     assert "of 4 parts in turn" in str(engine)
 
 
-@pytest.mark.parametrize(("bands", "epsilon"), [(3, 2.0), ("auto", 8.0)])
+@pytest.mark.parametrize(("bands", "epsilon"), [(3, 2.0), pytest.param("auto", 8.0, marks=pytest.mark.slow)])
 def test_a_target_is_met_at_every_step_and_never_passed(bands, epsilon):
     engine, model = PrivacyEngine(accountant="rdp"), nn.Linear(1, 3)
     data = DataLoader(TensorDataset(torch.zeros(50, 1)), batch_size=5)

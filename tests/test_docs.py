@@ -31,6 +31,7 @@ NOT_RUN = {
     r"^make ": "sets up an environment, or runs what other tests run",
     r"^pip ": "needs a package registry",
     r"^gredp (train|audit)\b": "takes minutes; tests/test_cli.py and tests/audit run it on small settings",
+    r"--bands auto": "searches for a while; tests/privacy/test_turns.py runs it",
     r"^gredp ledger\b": "needs a run; tests/test_cli.py has one",
     r"^gredp (?!account)": "has tests of its own",
     r"torchrun": "needs processes; tests/test_distributed.py has them",

@@ -266,6 +266,7 @@ def test_the_error_of_iterates_is_that_of_dense_matrices(bands, momentum):
     )
 
 
+@pytest.mark.slow
 def test_bands_pay_at_a_large_epsilon_and_few_epochs_only():
     """As the literature says; and what is chosen is allowed."""
     assert choose_bands(0.5, 1e-5, 0.2, 100) == 1

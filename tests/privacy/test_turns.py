@@ -94,6 +94,7 @@ def test_a_line_cut_off_counts_as_a_turn(tmp_path):
     assert [e.steps for e in ledger_.mechanisms(LedgerFile.open(path).written.entries)] == [2]
 
 
+@pytest.mark.slow
 def test_a_quote_costs_what_the_run_would():
     settings = {"method": "dpsgd", "batch_size": 10, "records": 100, "epochs": 2, "accountant": "rdp"}
     told = quote(target_epsilon=2.0, bands=4, **settings)

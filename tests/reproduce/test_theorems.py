@@ -29,6 +29,7 @@ def verdicts():
     return {v.name: v for v in check_theorems(1500, Secret(3), plays=300)}
 
 
+@pytest.mark.slow
 def test_every_statement_comes_out_as_theory_says(verdicts):
     assert {name: v.verdict for name, v in verdicts.items()} == {
         "Theorem 1": "holds",
@@ -41,6 +42,7 @@ def test_every_statement_comes_out_as_theory_says(verdicts):
     assert json.loads(dumps({"verdicts": [v.to_json() for v in verdicts.values()]}))
 
 
+@pytest.mark.slow
 def test_the_exceptions_are_the_own_mirrors_and_the_parts_are_a_and_b(verdicts):
     for name in ("Theorem 2", "Corollary 1"):
         for row in verdicts[name].measured["rows"]:
@@ -52,6 +54,7 @@ def test_the_exceptions_are_the_own_mirrors_and_the_parts_are_a_and_b(verdicts):
             assert row["odd_variance"] == pytest.approx(b * b, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_attack_passes_the_claim_and_never_the_proof(verdicts):
     literal = verdicts["Theorem 3"].measured["rows"][0]
     assert literal["audited_epsilon_lower"] > literal["claimed_epsilon"]
