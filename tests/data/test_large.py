@@ -130,6 +130,7 @@ def test_ten_million_records_are_drawn_and_read_in_little_memory(large):
     if child == 0:
         status = 1
         try:
+            torch.set_num_threads(1)
             limit_memory(40)
             PoissonBatchSampler(LARGE, 1e-5, 1).draw()
             limit_memory(200)  # 76 MB of them are labels
