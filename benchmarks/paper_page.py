@@ -160,7 +160,21 @@ def theorems() -> str:
         return "Not run yet."
     verdicts = json.loads(path.read_text())["verdicts"]
     rows = [(v["name"], v["says"], f"**{v['verdict']}**", v["holds"]) for v in verdicts]
-    return markdown(rows, ("statement", "what it says", "verdict", "what holds"))
+    privacy = [
+        (
+            v["name"],
+            row.get("noise") or row["claim"],
+            *(f"{float(row[key]):.3f}" for key in ("claimed_epsilon", "audited_epsilon_lower")),
+            "∞" if row["proven_epsilon"] == "inf" else f"{round_up(row['proven_epsilon'], 3)}",
+            "refuted" if row["refuted"] else "not refuted",
+        )
+        for v in verdicts
+        for row in v["measured"]["rows"]
+        if "claimed_epsilon" in row
+    ]
+    header = ("statement", "reading", "claimed ε", "audited ε, at least", "proven ε", "the claim is")
+    first = markdown(rows, ("statement", "what it says", "verdict", "what holds"))
+    return f"{first}\n\n{markdown(privacy, header)}"
 
 
 def picture(name: str, alternative: str) -> str:
