@@ -75,7 +75,7 @@ Chosen on training records that were held out, never on the test set; the choice
 {theorems}
 
 ## Why figures differ
-- **Claimed rows reach the paper's accuracies with noise that its ε does not buy.** The proven ε beside them
+- **What claimed rows gain they owe to less noise than their ε buys.** The proven ε beside them
   is larger by the factors of [theory](theory.md): √2 for the real part, √L for L layers.
 - **DP-SGD** is calibrated with a tight accountant and trained with the same settings as the others; the paper
   does not say how its baseline was tuned.
