@@ -89,7 +89,8 @@ Chosen on training records that were held out, never on the test set; the choice
 ## What was not run
 {missing}
 
-Compute behind this page: {hours:.1f} hours of one core, {runs} runs.
+Behind this page: {runs} runs of one thread each, {hours:.1f} hours by the clock on a machine that had other
+work to do.
 """
 
 

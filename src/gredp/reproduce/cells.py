@@ -43,7 +43,7 @@ EPOCHS = {"smoke": 10, "quick": 8, "full": 30}
 TRANSFER_EPOCHS = {"quick": 3, "full": 30}
 SEEDS = {"smoke": 1, "quick": 1, "full": 3}
 
-#: per network, settings for the noise that is really there, the best of the cells of `tuning`
+#: per network, settings for the noise that is really there: the best cell of `tuning`, once it is recorded
 TUNED: dict[str, dict[str, object]] = {}
 #: what `tuning` tries for it, on training records held out; the test set is not looked at
 TRIED: dict[str, dict[str, tuple[object, ...]]] = {

@@ -24,14 +24,9 @@ STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "gredp", "font.size": 9}
 
 def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
     """For each network accuracy against the ε asked for, and against the ε that was really spent."""
-    networks = list(dict.fromkeys(line.cell.model for line in lines))
     with plt.rc_context(STYLE):
-        size = (9, 3.2 * max(1, len(networks)))
-        figure, grid = plt.subplots(
-            max(1, len(networks)), 2, figsize=size, layout="constrained", squeeze=False
-        )
-        for network, (left, right) in zip(networks, grid):
-            here = [line for line in lines if line.cell.model == network]
+        figure, panels = _panels(lines)
+        for network, here, left, right in panels:
             for row in dict.fromkeys(line.cell.row for line in here):
                 points = sorted((line for line in here if line.cell.row == row), key=lambda x: x.cell.epsilon)
                 style: Any = {"color": COLOURS[row], "marker": "o", "label": TITLES[row]}
@@ -39,8 +34,9 @@ def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
                 left.plot([line.cell.epsilon for line in points], means, **style)
                 right.plot([line.proven for line in points], means, **style)
                 printed = [(line.cell.epsilon, paper_figure(line.cell)) for line in points]
-                known = [(x, y) for x, y in printed if y is not None and row != "shaped" and row != "gredp"]
-                left.plot(*zip(*known), "x:", color=COLOURS[row], alpha=0.5) if known else None
+                known = [(x, y) for x, y in printed if y is not None]
+                if known and row not in ("gredp", "shaped"):  # the paper has its own method once
+                    left.plot(*zip(*known), "x:", color=COLOURS[row], alpha=0.5)
             left.set(
                 title=network, xlabel="ε asked for (crosses: the paper's figures)", ylabel="test accuracy, %"
             )
@@ -51,14 +47,10 @@ def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
 
 def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
     """For each network accuracy against the proven ε spent so far, and against epochs."""
-    networks = list(dict.fromkeys(line.cell.model for line in lines))
     with plt.rc_context(STYLE):
-        size = (9, 3.2 * max(1, len(networks)))
-        figure, grid = plt.subplots(
-            max(1, len(networks)), 2, figsize=size, layout="constrained", squeeze=False
-        )
-        for network, (left, right) in zip(networks, grid):
-            for line in (line for line in lines if line.cell.model == network):
+        figure, panels = _panels(lines)
+        for network, here, left, right in panels:
+            for line in here:
                 metrics = line.records[0]["metrics"]
                 accuracy = [100 * m["test_accuracy"] for m in metrics]
                 style: Any = {"color": COLOURS[line.cell.row], "label": TITLES[line.cell.row]}
@@ -69,6 +61,17 @@ def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
             right.set(title=network, xlabel="epochs")
             right.legend(fontsize=7)
         save_figure(figure, path)
+
+
+def _panels(lines: Sequence[Line]) -> tuple[Any, list[tuple[str, list[Line], Any, Any]]]:
+    """A figure with two axes for each network: (network, its lines, left, right)."""
+    networks = list(dict.fromkeys(line.cell.model for line in lines))
+    size = (9, 3.2 * len(networks))
+    figure, grid = plt.subplots(len(networks), 2, figsize=size, layout="constrained", squeeze=False)
+    return figure, [
+        (network, [line for line in lines if line.cell.model == network], left, right)
+        for network, (left, right) in zip(networks, grid)
+    ]
 
 
 def save_figure(figure: Any, path: Path) -> None:
