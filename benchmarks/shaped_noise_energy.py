@@ -23,7 +23,8 @@ from gredp.data import load
 from gredp.gradient.clip import energies
 from gredp.gradient.shaping import relative_noise_energy
 from gredp.models import build
-from gredp.training.loop import accuracy, centred
+from gredp.training.judging import judge
+from gredp.training.reading import centred
 from gredp.training.record import header, save
 
 
@@ -95,7 +96,7 @@ def measure(dataset: str, epsilon: float, epochs: int, batch: int, window: int, 
         "groups": len(optimizer.private_step.shape.sizes),
         "noise_multiplier": optimizer.noise_multiplier,
         "proven_epsilon": engine.get_epsilon(1e-5),
-        "test_accuracy": accuracy(model, centred(data.x_test), data.y_test),
+        "test_accuracy": judge(model, centred(data.x_test), data.y_test)[0],
         "energy_relative_to_white": rows,
         "geometric_mean_shaped": math.exp(sum(math.log(r["shaped"]) for r in rows) / len(rows)),
     }

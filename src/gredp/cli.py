@@ -210,7 +210,7 @@ def run_ledger(settings: LedgerSettings) -> None:
 
     rows = [
         ("proven ε", f"{round_up(found.proven_epsilon)} at δ = {found.delta}"),
-        ("steps", f"{written.steps}, {written.inherited} of them before this run"),
+        ("steps", f"{written.steps}, {written.inherited} of them before training began"),
         *(
             ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}{in_turns(e.bands)}")
             for e in written.entries

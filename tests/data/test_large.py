@@ -16,7 +16,7 @@ from gredp.data import load
 from gredp.errors import GredpError
 from gredp.randomness import Secret
 from gredp.sampling import PoissonBatchSampler, poisson_loader
-from gredp.training.loop import Records
+from gredp.training.reading import Records
 
 LARGE = 10_000_000
 

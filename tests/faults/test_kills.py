@@ -165,9 +165,9 @@ def test_a_signal_ends_in_a_checkpoint_that_loses_nothing(folder, number, after,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_training_ends_at_once(folder, number, monkeypatch):
     def told() -> None:
-        import gredp.training.loop as loop
+        import gredp.training.reading as reading
 
-        loop.load = lambda *rest: os.kill(os.getpid(), number)
+        reading.load = lambda *rest: os.kill(os.getpid(), number)
 
     assert run(folder, train_arguments(folder), told) == 128 + number
     assert error(folder) == f"gredp: stopped by {number.name}\n"

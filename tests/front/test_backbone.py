@@ -161,7 +161,7 @@ def few(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(24, 3, 8, 8, generator=generator), torch.arange(24) % 10
     data = Splits("few", 10, x[:20], y[:20], x[20:], y[20:])
-    monkeypatch.setattr("gredp.training.loop.load", lambda *names: data)
+    monkeypatch.setattr("gredp.training.reading.load", lambda *names: data)
     return data
 
 

@@ -113,7 +113,7 @@ def test_training_leaves_a_page_that_says_what_the_ledger_says(runs):
         "energy shares",
     ):
         assert words in page.words, words
-    assert len(page.all("svg")) == 4, "accuracy twice, noise, shares"
+    assert len(page.all("svg")) == 6, "accuracy twice, loss twice, noise, shares"
     assert "claimed" not in page.words.lower(), "the paper says nothing about shaped noise"
     assert "dp-accounting" in page.words
 
@@ -179,7 +179,7 @@ def test_several_runs_stand_side_by_side(runs, capsys):
     for folder in folders:
         assert f"{round_up(spent(folder).proven_epsilon):.4f}" in page.words
     assert "seeded (INSECURE)" in page.words
-    assert sum("paper: " in (picture["aria-label"] or "") for picture in page.all("svg")) == 4
+    assert sum("paper: " in (picture["aria-label"] or "") for picture in page.all("svg")) == 8
 
 
 @pytest.mark.parametrize("left", ["after an epoch", "before the first"])
@@ -195,7 +195,7 @@ def test_an_interrupted_run_has_a_page(runs, tmp_path, left):
     assert "This run has not finished. 5 of 8 steps are charged" in page.words
     assert f"{round_up(spent(run).proven_epsilon):.4f} proven ε, so far" in page.words
     assert "least noise in any direction" in page.words
-    assert len(page.all("svg")) == (4 if left == "after an epoch" else 0)
+    assert len(page.all("svg")) == (6 if left == "after an epoch" else 0)
 
 
 def test_a_run_of_ones_own_loop_has_a_page(tmp_path):

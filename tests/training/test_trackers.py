@@ -187,7 +187,7 @@ def test_a_run_tells_released_values_and_never_too_small_an_epsilon(tmp_path):
     start, *logs, finish = own.heard
     assert start[1] == run.record["guarantee"], "what the run would cost is what it did"
     assert [step for step, _ in logs] == [8, 16]
-    assert all(set(v) == {"epoch", "proven_epsilon", "test_accuracy"} for _, v in logs), (
+    assert all(set(v) == {"epoch", "proven_epsilon", "test_accuracy", "test_loss"} for _, v in logs), (
         "nothing else is told"
     )
     assert finish == ("finish", run.record)

@@ -35,7 +35,7 @@ def three_trials(monkeypatch):
 
 def test_the_best_trial_is_kept_and_the_epsilon_is_that_of_the_choice(tmp_path, three_trials, monkeypatch):
     scores = iter([100, 900, 500])
-    monkeypatch.setattr("gredp.training.loop.score", lambda run, data: next(scores))
+    monkeypatch.setattr("gredp.training.judging.score", lambda run, data: next(scores))
     run = tune(TuneSettings(**QUICK, out=str(tmp_path / "best")))
     record = json.loads((tmp_path / "best" / "record.json").read_text())
     chosen = three_trials[1][0]

@@ -20,7 +20,7 @@ from gredp.data import load
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.models import build
-from gredp.training.loop import centred
+from gredp.training.reading import centred
 
 #: of the canaries, the share that is guessed to be in, and the share that is guessed to be out
 GUESSED = 0.1

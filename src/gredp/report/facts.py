@@ -97,6 +97,10 @@ class Facts:
         return "validation_accuracy" if known else "test_accuracy"
 
     @property
+    def loss_name(self) -> str:
+        return self.judged_by.replace("accuracy", "loss")
+
+    @property
     def accuracy(self) -> float | None:
         """Of the last epoch: no epoch is chosen by its accuracy."""
         return float(self.metrics[-1][self.judged_by]) if self.metrics else None

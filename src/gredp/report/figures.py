@@ -97,20 +97,22 @@ def _styles(style: str) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def accuracy(runs: Sequence[Facts], axis: str) -> str | None:
-    """Accuracy against `axis`, "epoch" or "proven_epsilon", a line for each run that has both."""
-    lines = {run.name: [(float(m[axis]), 100 * float(m[run.judged_by])) for m in run.metrics] for run in runs}
-    lines = {name: [p for p in line if math.isfinite(p[0])] for name, line in lines.items()}
+def course(runs: Sequence[Facts], what: str, axis: str) -> str | None:
+    """`what`, "accuracy" or "loss", against `axis`, "epoch" or "proven_epsilon": a line for each run that has
+    both."""
+    lines = {run.name: list(_points(run, what, axis)) for run in runs}
     if not any(lines.values()):
         return None
     label = "epochs" if axis == "epoch" else f"proven ε spent, at δ = {_deltas(runs)}"
-    ends = "; ".join(f"{n}: {line[-1][1]:.1f} % at {line[-1][0]:.4g}" for n, line in lines.items() if line)
-    title = f"Accuracy against {label}. At the end, {ends}."
+    shown = "{:.1f} %" if what == "accuracy" else "{:.3g}"
+    last = {name: line[-1] for name, line in lines.items() if line}
+    ends = "; ".join(f"{name}: {shown.format(y)} at {x:.4g}" for name, (x, y) in last.items())
+    title = f"{what.capitalize()} against {label}. At the end, {ends}."
     with _figure(4.6, 3.0, printable(title)) as (figure, out):
         axes = figure.subplots()
         for name, line in lines.items():
             axes.plot(*zip(*line), label=name) if line else axes.plot([], [])
-        axes.set(xlabel=label, ylabel="accuracy in %")
+        axes.set(xlabel=label, ylabel="accuracy in %" if what == "accuracy" else "mean cross-entropy")
         axes.set_xlim(left=0)
         if axis == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -118,6 +120,15 @@ def accuracy(runs: Sequence[Facts], axis: str) -> str | None:
             columns = 2 if max(map(len, lines)) < 20 else 1
             figure.legend(loc="outside upper left", fontsize=8, ncols=columns)
     return out[0]
+
+
+def _points(run: Facts, what: str, axis: str) -> Iterator[tuple[float, float]]:
+    """Finite ones: a plain run has no ε, a run that diverges no loss, an old record no loss at all."""
+    name, factor = (run.judged_by, 100) if what == "accuracy" else (run.loss_name, 1)
+    for row in run.metrics:
+        x, y = float(row[axis]), factor * float(row.get(name, "nan"))
+        if math.isfinite(x) and math.isfinite(y):
+            yield x, y
 
 
 def _deltas(runs: Sequence[Facts]) -> str:

@@ -185,11 +185,13 @@ def _accuracy(run: Facts) -> list[tuple[Markup, str]]:
 
 def _pictures(runs: Sequence[Facts]) -> list[tuple[Markup, str]]:
     drawn = [
-        (figures.accuracy(runs, "epoch"), "Epoch by epoch."),
+        (figures.course(runs, "accuracy", "epoch"), "Accuracy, epoch by epoch."),
         (
-            figures.accuracy(runs, "proven_epsilon"),
+            figures.course(runs, "accuracy", "proven_epsilon"),
             "What each point of accuracy has cost: proven ε spent by then.",
         ),
+        (figures.course(runs, "loss", "epoch"), "Loss on the same records, epoch by epoch."),
+        (figures.course(runs, "loss", "proven_epsilon"), "The same against the proven ε spent by then."),
     ]
     return [(Markup(picture), caption) for picture, caption in drawn if picture is not None]
 
@@ -238,7 +240,7 @@ def _ledger(run: Facts) -> list[tuple[str, str]]:
     written = run.spent.written
     rows = [
         ("steps charged", _count(written.steps)),
-        ("spent before this run", _count(written.inherited)),
+        ("of them before training began", _count(written.inherited)),
         ("starts", _count(written.incarnations)),
         ("last line", "cut off by a crash; its step counts" if written.torn else "whole"),
     ]

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -12,21 +12,17 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from safetensors.torch import save
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from gredp.data import Splits, hold_out, load
-from gredp.data.augment import DRAWS, augmented
-from gredp.data.datasets import Stored
+from gredp.data import Splits
 from gredp.distributed import from_first, largest, process_group, rank, refuse_differences, world_size
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
-from gredp.front.backbone import Backbone
-from gredp.front.cache import Front, through
+from gredp.front.cache import Front
 from gredp.front.normalise import ChannelNorm, certificate, release
-from gredp.front.scattering import Scattering
 from gredp.gradient.spectra import noise_spectrum
 from gredp.models import DEFAULT_MODEL, build
 from gredp.optimizer import PrivateOptimizer
@@ -37,6 +33,8 @@ from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
+from gredp.training.judging import judge
+from gredp.training.reading import Records, as_they_are, centred, describe_data, read_data
 from gredp.training.record import describe, dumps, header, plain_numbers
 from gredp.training.schedule import rate_factor
 from gredp.training.settings import FILE, MAY_CHANGE, TrainSettings
@@ -111,60 +109,6 @@ class Session:
             raise Stopped(number, f"{where} {self.folder}")
 
 
-def centred(x: Tensor) -> Tensor:
-    """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own. Tables are."""
-    return 2 * x - 1 if x.dim() == 4 else x
-
-
-def as_they_are(x: Tensor) -> Tensor:
-    """Features of a front."""
-    return x
-
-
-class Records(Dataset[tuple[Tensor, Tensor]]):
-    """Training records, pixels centred as they are read; a batch is read at once. `views` draws one anew."""
-
-    def __init__(self, data: Splits, views: Secret | None = None) -> None:
-        self.x, self.y = data.x_train, data.y_train
-        self.prepare = as_they_are if data.features else centred
-        self.views = views
-        self._asked = 0
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        x = self.prepare(self.x[indices])
-        if self.views is not None:
-            self._asked += 1
-            draws = self.views.uniform(DRAWS * len(indices), "views", self._asked)
-            x = augmented(x, draws.view(-1, DRAWS))
-        return list(zip(x, self.y[indices]))
-
-
-def accuracy(
-    model: nn.Module, x: "Tensor | Stored", y: Tensor, prepare: Callable[[Tensor], Tensor] = as_they_are
-) -> float:
-    model.eval()
-    hits = 0
-    with torch.no_grad():
-        for part in torch.arange(len(y)).split(1024):
-            hits += int((model(prepare(x[part.tolist()])).argmax(1) == y[part]).sum())
-    model.train()
-    return hits / len(y)
-
-
-def score(run: Run, data: Splits) -> int:
-    """How many of the test records of `data` the run's model gets right."""
-    told = run.record["settings"]
-    model = build(told["model"], data.input_shape, data.classes, told["block"])
-    load_weights(model, load_file(run.folder / "model.safetensors"))
-    return round(accuracy(model, data.x_test, data.y_test, centred) * len(data.y_test))
-
-
 def train(
     settings: TrainSettings,
     progress: Progress | None = None,
@@ -207,21 +151,6 @@ def _train(
             tracked.finish(record)
     finally:
         engine.detach()
-
-
-def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Splits, Front | None]:
-    """The records as the network sees them, and the front they went through."""
-    front: Front | None = None
-    if settings.pretrained is not None:
-        front = Backbone(settings.pretrained)
-    elif settings.front == "scattering":
-        front = Scattering()
-    if given is not None and front is not None:
-        raise GredpError("features are kept by data set: data in memory do not go through a front")
-    data = given or load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
-    if front is not None:
-        data = through(front, data, settings.dataset, settings.data_dir)
-    return (hold_out(data, settings.validation) if settings.validation else data), front
 
 
 def _start(session: Session, tracked: Several) -> tuple[None, bytes]:
@@ -350,22 +279,6 @@ def _refuse_finished(folder: Path) -> None:
         raise GredpError(f"{folder} has finished: its budget is spent; --fork {folder} starts from it")
 
 
-def describe_data(data: Splits, front: Front | None = None) -> dict[str, Any]:
-    """What a run notes of its data and front, and checks when it is resumed.
-
-    Of the data counts and shapes, no hash, keyed or not: with the run's folder in hand it would tell whether
-    a guessed data set is the one. Of the front all that it depends on, public weights by their hash.
-    """
-    return {
-        "name": data.name,
-        "records": len(data.x_train),
-        "test_records": len(data.x_test),
-        "classes": data.classes,
-        "input_shape": list(data.input_shape),
-        "front": None if front is None else front.identity(),
-    }
-
-
 def _epochs(session: Session, tracked: Tracker) -> None:
     """Step until every step is charged; the ledger alone says how far the run has come."""
     settings, engine = session.settings, session.engine
@@ -383,9 +296,10 @@ def _epochs(session: Session, tracked: Tracker) -> None:
         _steps(session, rate)
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            share = accuracy(engine.averaged, session.data.x_test, session.data.y_test, prepare)
+            share, loss = judge(engine.averaged, session.data.x_test, session.data.y_test, prepare)
             spent = engine.get_epsilon(settings.delta)
-            session.metrics[-1] |= {"proven_epsilon": spent, settings.judged_by: share}
+            judged = {settings.judged_by: share, settings.loss_name: loss}
+            session.metrics[-1] |= {"proven_epsilon": spent, **judged}
             session.save()
             session.publish()
             tracked.log(session.charged, session.metrics[-1])
@@ -458,19 +372,13 @@ def _finish(session: Session) -> Run:
         "spectrum": noise_spectrum(private.private_step),
         settings.judged_by: session.metrics[-1][settings.judged_by],
         "selection": _selection(settings),
-        "judged_on": judged_on(settings),
+        "judged_on": settings.judged_on,
         "seconds": round(session.seconds, 2),
     }
     weights = {key: value.contiguous() for key, value in engine.averaged.state_dict().items()}
     write(session.folder / "model.safetensors", save(weights))
     write(session.folder / "record.json", (dumps(record) + "\n").encode())
     return Run(session.folder, record)
-
-
-def judged_on(settings: TrainSettings) -> str:
-    if not settings.validation:
-        return "the test set"
-    return f"the last {settings.validation} training records: held out, and not private in this run"
 
 
 def _network(settings: TrainSettings, data: Splits) -> str:

@@ -129,6 +129,16 @@ class TrainSettings:
         """What a run's accuracy is called: one on held-out training records must not pass for the other."""
         return "validation_accuracy" if self.validation else "test_accuracy"
 
+    @property
+    def loss_name(self) -> str:
+        return "validation_loss" if self.validation else "test_loss"
+
+    @property
+    def judged_on(self) -> str:
+        if not self.validation:
+            return "the test set"
+        return f"the last {self.validation} training records: held out, and not private in this run"
+
     def kept(self) -> dict[str, Any]:
         """What the run's folder keeps."""
         return {name: value for name, value in asdict(self).items() if name not in OF_ONE_START}

@@ -138,7 +138,8 @@ def _best(
 
     from gredp.gradient.noise import SecretSource
     from gredp.randomness import Secret
-    from gredp.training.loop import score, train
+    from gredp.training.judging import score
+    from gredp.training.loop import train
 
     secret, best = Secret(), None
     source = SecretSource(secret)
