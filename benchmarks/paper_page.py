@@ -77,8 +77,9 @@ Chosen on training records that were held out, never on the test set; the choice
 ## Why figures differ
 - **What claimed rows gain they owe to less noise than their ε buys.** The proven ε beside them
   is larger by the factors of [theory](theory.md): √2 for the real part, √L for L layers.
-- **DP-SGD** is calibrated with a tight accountant and trained with the same settings as the others; the paper
-  does not say how its baseline was tuned.
+- **DP-SGD** is calibrated with a tight accountant (privacy loss distributions) and trained with the same
+  settings as the others; the paper does not say how its baseline was tuned. Its claimed ε is above the proven
+  one because claims are counted as the paper counts, by Rényi divergences.
 - **At the same proven ε, GReDP with white noise is DP-SGD** up to the block-circulant layers, which have
   fewer parameters: what is left between these two rows is the parametrisation.
 - **Shaped noise** lowers the energy of the noise at the same ε; where accuracy does not follow, the settings

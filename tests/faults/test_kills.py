@@ -37,20 +37,6 @@ WHEN = ("before", "after")
 BEFORE_THE_FIRST_STEP = {"fsync": 9, "rename": 4, "unlink": 4, "write": 4}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def everything_loaded(tmp_path_factory) -> None:
-    """Children inherit what is imported and calibrated, and are quick."""
-    folder = tmp_path_factory.mktemp("first")
-    small_data(folder)
-    main(train_arguments(folder))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    small_data(tmp_path)
-    return tmp_path
-
-
 def resume(folder: Path, *more: str, prepare=lambda: None) -> int:
     return run(folder, ["train", "--resume", str(folder / "run"), "--json", *more], prepare)
 
@@ -224,7 +210,7 @@ def test_train_kill_resume_as_a_user_would(folder, capsys):
 
 @pytest.mark.slow
 @pytest.mark.fault("kill random")
-def test_two_hundred_random_kills(tmp_path, record_property):
+def test_two_hundred_random_kills(tmp_path, everything_loaded, record_property):
     rng, kills, runs = random.Random(), 0, 0
     while kills < 200:
         folder = tmp_path / f"run{runs}"

@@ -17,7 +17,6 @@ from children import (
     error,
     kill_at,
     slowly,
-    small_data,
     spent_and_charged,
     start_many,
     train_arguments,
@@ -27,20 +26,6 @@ import gredp.gradient.step as step
 from gredp.cli import main
 from gredp.training.run_folder import RunFolder
 from ranks import wait
-
-
-@pytest.fixture(scope="module", autouse=True)
-def everything_loaded(tmp_path_factory) -> None:
-    """Children inherit what is imported and calibrated, and are quick."""
-    folder = tmp_path_factory.mktemp("first")
-    small_data(folder)
-    main(train_arguments(folder))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    small_data(tmp_path)
-    return tmp_path
 
 
 def ends(children: list[int], seconds: float = 20) -> list[int]:
