@@ -19,6 +19,7 @@ sys.path += [
     for folder in ("laws", "gradient", "training", "privacy", "faults", "front", "mechanisms")
 ]
 
+import children
 import test_banded
 import test_clipped_sum
 import test_layer_laws as layer_laws
@@ -59,7 +60,7 @@ def in_a_new_folder(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def paid_before_given(folder: Path) -> None:
-    test_ranks.small_data(folder)
+    children.small_data(folder)
     test_ranks.test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder)
 
 

@@ -131,7 +131,11 @@ def test_all_shares_alpha_out_and_tells_expected_from_unexpected(capsys, monkeyp
 
 
 @pytest.mark.slow
-def test_all_proven_claims_stand_and_all_of_the_papers_fall(capsys):
+def test_proven_claims_stand_and_those_of_the_paper_fall(capsys, monkeypatch):
+    """Some of them; all take minutes, of which `make audit` leaves the record."""
+    some = [c for c in claims.CASES if c.name in ("Spectral-DP", "GReDP, Algorithm 2")]
+    monkeypatch.setattr(claims, "CASES", some)
+    assert {case.must_fall for case in some} == {False, True}
     status, out = audit(capsys, "--all", "--json")
     rows = json.loads(out)["rows"]
     assert status == 0

@@ -38,10 +38,10 @@ def test_no_noise_and_endless_noise():
     ],
 )
 def test_the_bound_lies_below_the_proven_epsilon_and_near_it(method, noise, clipping, unit):
-    found = audited_lower_bound(method, noise, clipping=clipping, sigma=1.0, plays=200, **RUN)
+    found = audited_lower_bound(method, noise, clipping=clipping, sigma=1.0, plays=400, **RUN)
     proven = epsilon([Entry(unit, RUN["sample_rate"], RUN["steps"])], 1e-5)
     assert 0.3 * proven < found.epsilon <= proven
-    assert unit <= found.multiplier_upper < 1.6 * unit
+    assert unit <= found.multiplier_upper < 1.8 * unit
 
 
 @pytest.mark.slow

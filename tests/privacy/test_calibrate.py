@@ -87,7 +87,7 @@ def test_calibrated_epsilon_is_within_the_target_and_z_the_least_on_random_cases
     monkeypatch, accountant, count
 ):
     # What is tested here is the search, so quick bounds stand in for the real ones, which cost 0.5 s (RDP)
-    # and 4 s (PLD) for one calibration; those follow on a few cases below and on as many as here in the
+    # and 4 s (PLD) for one calibration; those follow on a few cases below and on more of them in the
     # slow suite.
     monkeypatch.setattr(accounting, "_rdp_epsilon", whole_orders_epsilon)
     monkeypatch.setattr(accounting, "_pld_epsilon", coarse_pld_epsilon)
@@ -120,15 +120,15 @@ def test_the_real_bounds_leave_less_than_a_percent_of_the_target_unused(accounta
 
 @pytest.mark.slow
 def test_rdp_on_random_cases_with_all_its_orders():
-    shares = [share_used(case, "rdp") for case in cases(150, seed=2)]
-    assert sum(share < 0.99 for share in shares) <= 5
+    shares = [share_used(case, "rdp") for case in cases(50, seed=2)]
+    assert sum(share < 0.99 for share in shares) <= 3
     assert statistics.median(shares) > 0.9999
 
 
 @pytest.mark.slow
 def test_pld_on_random_cases_with_its_real_grid():
-    shares = [share_used(case, "pld") for case in cases(40, seed=3)]
-    assert sum(share < 0.99 for share in shares) <= 4
+    shares = [share_used(case, "pld") for case in cases(12, seed=3)]
+    assert sum(share < 0.99 for share in shares) <= 2
     assert statistics.median(shares) > 0.9999
 
 

@@ -73,8 +73,8 @@ def test_a_trial_that_spends_more_than_promised_releases_nothing(tmp_path, monke
 
     right = loop.train
 
-    def cheaper(settings, progress=None, data=None):
-        run = right(settings, progress, data)
+    def cheaper(settings, data):
+        run = right(settings, data=data)
         run.record["ledger"][0]["noise_multiplier"] *= 0.9
         return run
 
