@@ -176,7 +176,7 @@ def test_a_table_is_learned_without_any_setting_and_resumable_settings_are_kept(
     main(
         [
             "train",
-            "--dataset",
+            "--data",
             str(path),
             "--holdout",
             "0.25",

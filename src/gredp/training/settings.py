@@ -34,7 +34,7 @@ class TrainSettings:
     recipe: str | None = None
     """settings from a file: mnist, fashion-mnist, cifar10, cifar10-transfer, or the path of your own .toml;
     other options given here come before it"""
-    dataset: str = "digits"
+    dataset: Annotated[str, tyro.conf.arg(aliases=["--data"])] = "digits"
     """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz or .csv, of a
     folder train/CLASS, test/CLASS of images, or of .npy files for data larger than memory"""
     holdout: float | None = None
