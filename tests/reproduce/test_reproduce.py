@@ -1,6 +1,7 @@
 """`gredp reproduce`: what is run, that nothing is run twice or lost, and that a claim never stands alone."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,13 +15,14 @@ import pytest
 import tyro
 
 from gredp import GredpError
-from gredp.reproduce.cells import EPSILONS, ROWS, Cell, cells
+from gredp.reproduce.cells import EPSILONS, ROWS, TRIED, TUNED, Cell, cells
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.reproduce.paper import CLIPPING, FROM_SCRATCH, HEADLINE
 from gredp.reproduce.tables import HEADER, lines, paper_figure
 from gredp.training.jobs import record_file, run_jobs
 from gredp.training.settings import TrainSettings
 
+RECORDS = Path(__file__).parents[2] / "results" / "paper"
 TARGETS = (
     "table1",
     "tuning",
@@ -166,3 +168,11 @@ def test_mistakes_are_refused(settings, message, tmp_path, monkeypatch):
     with pytest.raises(GredpError, match=message):
         run_reproduce(settings)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("network", TUNED)
+def test_tuned_settings_are_the_best_of_those_tried(network):
+    tried = lines(cells("tuning", "full", only=(network,)), RECORDS)
+    best = max(tried, key=lambda line: line.mean)
+    assert len(tried) == math.prod(map(len, TRIED[network].values()))
+    assert {key: best.cell.settings[key] for key in TUNED[network]} == TUNED[network]
