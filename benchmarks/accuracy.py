@@ -44,6 +44,8 @@ ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
         "LeNet-5 from pixels instead": PIXELS | {"model": "lenet5"},
         "LeNet-5 from pixels, 4 views of each record": PIXELS | {"model": "lenet5", "augment": "4"},
         "LeNet-5 from pixels, shaped noise": PIXELS | SHAPED | {"model": "lenet5"},
+        "LeNet-5 from pixels, tanh": PIXELS | {"model": "lenet5-tanh"},
+        "LeNet-5 from pixels, tanh, shaped noise": PIXELS | SHAPED | {"model": "lenet5-tanh"},
         "small CNN with tanh from pixels instead": PIXELS | {"model": "cnn-tanh"},
     },
     "cifar10": {

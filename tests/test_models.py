@@ -14,6 +14,7 @@ COUNTS = {
     "mlp": ((20,), 20 * 32 + 32 + 330),
     "lenet-small": ((1, 8, 8), 80 + 1168 + (64 * 64 + 64) + 650),
     "lenet5": ((1, 28, 28), 61_706),  # the customary count for 16 channels in the second convolution
+    "lenet5-tanh": ((1, 28, 28), 61_706),
     "model3": ((3, 32, 32), 896 + 9248 + 18496 + 36928 + 73856 + 147584 + 2048 * 120 + 120 + 1210),
     "resnet20": (
         (3, 32, 32),

@@ -8,7 +8,7 @@ from torch import nn
 from gredp.errors import GredpError
 from gredp.models.alexnet import alexnet, alexnet_half
 from gredp.models.features import linear, mirror_linear, scatter_cnn
-from gredp.models.lenet import lenet5, lenet_small
+from gredp.models.lenet import lenet5, lenet5_tanh, lenet_small
 from gredp.models.mlp import mlp
 from gredp.models.model3 import model3
 from gredp.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
@@ -20,6 +20,7 @@ MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
     "mlp": mlp,
     "lenet-small": lenet_small,
     "lenet5": lenet5,
+    "lenet5-tanh": lenet5_tanh,
     "model3": model3,
     "resnet20": resnet20,
     "alexnet": alexnet,

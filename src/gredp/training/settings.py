@@ -42,9 +42,9 @@ class TrainSettings:
     image_size: int | None = None
     """scale images in class folders to this height and width"""
     model: str | None = None
-    """mlp, lenet-small, lenet5, model3, resnet20, alexnet, cnn-tanh, wrn16-4, or with --pretrained
-    resnet18-1conv or resnet18-2conv; for a front linear, scatter-cnn or (scattering only) mirror-linear; by
-    default the data set's own"""
+    """mlp, lenet-small, lenet5, lenet5-tanh, model3, resnet20, alexnet, cnn-tanh, wrn16-4, or with
+    --pretrained resnet18-1conv or resnet18-2conv; for a front linear, scatter-cnn or (scattering only)
+    mirror-linear; by default the data set's own"""
     front: Front = "none"
     """scattering: train on fixed wavelet features of each image, computed once and kept in the data folder"""
     normalise: float = 0.0
