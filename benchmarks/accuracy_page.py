@@ -124,7 +124,10 @@ def ablation(key: tuple[str, float], found: dict[str, list[dict[str, Any]]]) -> 
     if "as it is" not in scores:
         return ""
     whole = statistics.mean(scores["as it is"])
-    order = ["as it is", *sorted(scores.keys() - {"as it is"}, key=lambda w: -statistics.mean(scores[w]))]
+    order = [
+        "as it is",
+        *sorted(scores.keys() - {"as it is"}, key=lambda w: (-statistics.mean(scores[w]), w)),
+    ]
     finals = [record["test_accuracy"] for record in found["final"]]
     spread, quantile = statistics.stdev(finals), float(student.ppf(0.975, len(finals) - 1))
     rows = [("as it is", mean(scores["as it is"]), "", "")]
