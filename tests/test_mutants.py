@@ -272,6 +272,7 @@ def test_planted_fault_is_caught(mutant):
     pytest.fail(f"{mutant.caught_by.__name__} did not notice {mutant}")
 
 
+@pytest.mark.slow
 def test_the_catching_tests_pass_without_a_fault():
     """Otherwise a mutant could be caught by a test that always fails."""
     for mutant in {m.caught_by: m for m in MUTANTS}.values():

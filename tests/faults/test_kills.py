@@ -185,6 +185,7 @@ def test_of_twenty_starts_exactly_one_trains(folder, record_property):
 
 
 @pytest.mark.fault("kill user")
+@pytest.mark.slow
 def test_train_kill_resume_as_a_user_would(folder, capsys):
     program = [sys.executable, "-m", "gredp"]
     arguments = train_arguments(folder, "--epochs", "4000", "--checkpoint-seconds", "0.05")
