@@ -49,7 +49,7 @@ def test_rail_b_runs_without_torch():
     code = (
         f"import sys, gredp.privacy.quote, gredp.mechanisms, gredp.cli; assert not {heavy} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("path", [*below("gradient"), SOURCE / "spectrum.py"], ids=lambda p: p.stem)
@@ -110,4 +110,4 @@ def test_no_pickle_is_loaded():
     ],
 )
 def test_pages_made_from_records_are_current(script):
-    subprocess.run([sys.executable, str(ROOT / script), "--check"], check=True)
+    assert subprocess.run([sys.executable, str(ROOT / script), "--check"]).returncode == 0

@@ -274,7 +274,8 @@ def test_help_and_account_do_not_import_torch():
         "try: main(['account', '--epsilon', '2', '--accountant', 'rdp'])\n"
         "finally: assert 'torch' not in sys.modules, 'torch was imported'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_version_and_module_entry_point():

@@ -453,6 +453,7 @@ def test_loading_a_state_is_not_taken_for_a_change_by_the_data():
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     backward(model, x)
     optimizer.step()
+    assert optimizer.ledger.steps == 1
 
 
 def test_a_second_backward_before_the_step_is_refused():

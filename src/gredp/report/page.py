@@ -60,7 +60,7 @@ def _run(run: Facts) -> dict[str, Any]:
         "guarantee": _guarantee(run),
         "claims": _claims(run),
         "trained": _trained(run),
-        "accuracy": _accuracy(run),
+        "course": _pictures([run]),
         "certificate": _certificate(run),
         "multiplier": _number(run.spent.written.entries[-1].noise_multiplier) if _entries(run) else "–",
         "noise": _noise(run),
@@ -177,10 +177,6 @@ def _trained(run: Facts) -> list[tuple[str, str]]:
 
 def _bands(run: Facts) -> str:
     return f" correlated over {run.bands} steps" if run.bands > 1 else ""
-
-
-def _accuracy(run: Facts) -> list[tuple[Markup, str]]:
-    return _pictures([run])
 
 
 def _pictures(runs: Sequence[Facts]) -> list[tuple[Markup, str]]:
