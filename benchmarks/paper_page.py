@@ -143,9 +143,9 @@ def kind(cell: Cell) -> tuple[object, ...]:
 def summary(found: list[Line]) -> str:
     """A sentence for each network that has the rows for it."""
     said = []
+    untuned = [line for line in found if set(line.cell.settings) <= set(PAPER)]
     for network in HEADLINE:
-        here = {x.cell.row: x for x in found if x.cell.model.removesuffix("-half") == network}
-        here = {row: line for row, line in here.items() if set(line.cell.settings) <= set(PAPER)}
+        here = {x.cell.row: x for x in untuned if x.cell.model.removesuffix("-half") == network}
         if not {"dpsgd", "gredp-claimed", "gredp"} <= set(here):
             continue
         claimed, proven, dpsgd = here["gredp-claimed"], here["gredp"], here["dpsgd"]

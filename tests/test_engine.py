@@ -4,6 +4,7 @@ import copy
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -287,6 +288,14 @@ def test_shaped_noise_learns_from_releases_only():
     assert engine.ledger.steps == 3
 
 
+@pytest.mark.parametrize("norm", [np.float32(0.5), torch.tensor(0.5), [np.float32(0.5)]])
+def test_a_norm_may_come_from_numpy_or_torch(norm):
+    x, y = records(8)
+    _, optimizer, _, _ = make_private(small_model(), (x, y), clip=norm)
+    assert optimizer.max_grad_norm in (0.5, [0.5])
+    assert type(optimizer.max_grad_norm) in (float, list)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -294,8 +303,13 @@ def test_shaped_noise_learns_from_releases_only():
         ({"max_grad_norm": math.nan}, "positive number, not nan"),
         ({"max_grad_norm": [1.0, 2.0]}, "flat clipping takes one norm, not 2"),
         ({"max_grad_norm": [1.0] * 5, "clipping": "per_layer"}, "5 clipping norms given for 3 layers with 6"),
+        ({"max_grad_norm": None}, "positive number, not None"),
+        ({"max_grad_norm": 1e308, "noise_multiplier": 10.0}, "too large"),
         ({"noise_multiplier": -1.0}, "0 or more and finite, not -1.0"),
         ({"noise_multiplier": math.nan}, "0 or more and finite, not nan"),
+        ({"noise_multiplier": None}, "0 or more and finite, not None"),
+        ({"correlation_bands": math.nan}, "whole number, not nan"),
+        ({"views": math.nan}, "whole number of at least 1, not nan"),
         ({"poisson_sampling": False}, "Poisson batches only"),
         ({"batch_first": False}, "first dimension"),
         ({"loss_reduction": "median"}, "'mean' or 'sum'"),
@@ -395,7 +409,7 @@ def test_secure_mode_trains_and_takes_no_generator():
             "noise_generator": generator,
         }
         if generator is not None:
-            with pytest.raises(GredpError, match="give no noise_generator"):
+            with pytest.raises(GredpError, match="give neither a noise_generator"):
                 engine.make_private(**settings)
             continue
         model, optimizer, _ = engine.make_private(**settings)

@@ -20,7 +20,7 @@ from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms import Mechanism, mechanism
 from gredp.mechanisms.banded import check_bands
-from gredp.mechanisms.plan import Needs
+from gredp.mechanisms.plan import Needs, positive_norm
 from gredp.mechanisms.select import noise_scale
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, epsilon
@@ -31,7 +31,13 @@ from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret, Split
-from gredp.sampling import CyclicBatchSampler, EmptyBatches, PoissonBatchSampler, poisson_loader
+from gredp.sampling import (
+    CyclicBatchSampler,
+    EmptyBatches,
+    PoissonBatchSampler,
+    handing_out,
+    poisson_loader,
+)
 from gredp.summary import Summary, guarantee_rows, html_table, summarise
 from gredp.training.average import WeightAverage
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
@@ -130,9 +136,13 @@ class PrivacyEngine:
         | several processes | train as one, from the first one's weights; if told different things: refused |
         | correlation_bands·q above 1; correlation_bands with `claim="paper"`, plain or a schedule | refused |
         """
-        if self.secure_mode and noise_generator is not None:
-            raise GredpError("secure_mode takes noise from the engine's secret: give no noise_generator")
-        chosen = mechanism(method, noise, claim, clipping, _whole(correlation_bands), **options)
+        if self.secure_mode and not (noise_generator is None and data_loader.generator is None):
+            raise GredpError(
+                "secure_mode takes noise and batches from the engine's secret: give neither a "
+                "noise_generator nor a data loader with a generator"
+            )
+        correlation_bands = _whole(correlation_bands)
+        chosen = mechanism(method, noise, claim, clipping, correlation_bands, **options)
         schedule = _schedule(noise_schedule, correlation_bands)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         if views != 1 and chosen.transform == "padded":
@@ -148,7 +158,11 @@ class PrivacyEngine:
         capture = Capture(module, loss_reduction, chosen.needs, sampler.views)
         try:
             blocks = _blocks(chosen, capture, loader)
-            norms: Any = list(max_grad_norm) if isinstance(max_grad_norm, Sequence) else max_grad_norm
+            norms: Any = (
+                list(map(positive_norm, max_grad_norm))
+                if isinstance(max_grad_norm, Sequence)
+                else positive_norm(max_grad_norm)
+            )
             if method == "plain":
                 sigma = 0.0
             else:
@@ -173,12 +187,12 @@ class PrivacyEngine:
             loss_reduction=loss_reduction,
             sigma=sigma,
             claimed_by_paper=chosen.claimed_by_paper,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=norms,
             schedule=schedule,
             split=split,
         )
+        loader = handing_out(loader, private)
         if split is not None:
-            loader.optimizer = private
             sampler.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
@@ -461,8 +475,10 @@ class PrivacyEngine:
         if self._optimizer is None:
             return [("nothing spent", "make_private comes first")]
         rows = guarantee_rows(self.guarantee(self.target_delta or 1e-5))
-        if self.secret.insecure or not isinstance(self._optimizer.private_step.source, SecretSource):
-            rows.insert(0, ("INSECURE", "noise from a seed: the ε below holds for nobody who knows it"))
+        assert self._loader is not None
+        seeded = self.secret.insecure or self._loader.generator is not None
+        if seeded or not isinstance(self._optimizer.private_step.source, SecretSource):
+            rows.insert(0, ("INSECURE", "noise or batches from a seed: ε does not hold for who knows it"))
         return rows
 
     def __str__(self) -> str:
@@ -492,7 +508,7 @@ def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
 
 
 def _whole(bands: int | str) -> int:
-    if isinstance(bands, str) or bands != int(bands):
+    if not isinstance(bands, int | float) or not float(bands).is_integer():
         hint = ": a number is chosen for a target epsilon only" if bands == "auto" else ""
         raise GredpError(f"correlation_bands must be a whole number, not {bands!r}{hint}")
     return int(bands)

@@ -1,5 +1,8 @@
 """The optimiser a user steps: it charges the ledger, asks rail A for a gradient, and hands it on."""
 
+import math
+import warnings
+from collections import deque
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -28,6 +31,10 @@ class PrivateOptimizer(Optimizer):
     | case | what happens |
     |---|---|
     | step() without a backward since the last one | refused: those gradients were spent |
+    | a batch of the loader is stepped with again | charged at rate 1, with a warning: no new draw hides it |
+    | batches of the loader are added up, a part of one is stepped with twice | refused |
+    | batches that are not the loader's | charged as if drawn as the loader does: the caller's word |
+    | an exception within step() | the sum is forgotten; what was charged stays charged |
     | an empty batch | noise alone; charged |
     | zero_grad() before step() | the last backward is forgotten; nothing charged |
     | correlated noise, and a batch of the loader was left out or comes again | refused |
@@ -76,7 +83,13 @@ class PrivateOptimizer(Optimizer):
         self._turn: int | None = None
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
-        self._skip = self._awaited = False
+        self._skip = self._awaited = self._in_parts = False
+        #: records of each of the loader's batches that no step has used; None before it handed out any
+        self._unused: deque[float] | None = None
+        #: the most records that a step may be on
+        self._drawn = math.inf
+        #: batches of the loader in all, now and when the sum was begun
+        self._handed_out = self._summed_at = 0
         self._processes = world_size()
 
     @property
@@ -134,10 +147,24 @@ class PrivateOptimizer(Optimizer):
         raise GredpError("parameters cannot join a private optimiser: their gradients would not be certified")
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Whether the physical batch that comes next is not the last of its logical batch."""
+        """Whether the physical batch that comes next is not the last of its logical batch.
+
+        For parts of one batch only: another draw may hold the same records again.
+        """
         self._skip = do_skip
 
-    def expect_part(self, last: bool, turn: int) -> None:
+    def begin_batches(self) -> None:
+        """The loader begins to hand out batches; those it handed out before are not expected any more."""
+        self._unused = deque()
+
+    def expect_batch(self, records: float) -> None:
+        """A whole batch is handed out: one step may use it. Others may be fetched ahead, or left out."""
+        self._unused = self._unused or deque()
+        self._unused.append(records)
+        self._drawn = max(self._unused)
+        self._handed_out += 1
+
+    def expect_part(self, last: bool, turn: int, records: float = math.inf) -> None:
         """A physical batch, drawn for the step `turn`, is handed out: the next step must be its own."""
         if self._awaited:
             raise GredpError(
@@ -146,18 +173,24 @@ class PrivateOptimizer(Optimizer):
             )
         self._awaited, self._turn = True, turn
         self.signal_skip_step(not last)
+        self._drawn = self.private_step.records + records
+        if last:
+            self._unused = deque([records])
 
     @property
     def next_turn(self) -> int:
         """The number of the step that comes next, among those of the split."""
         return 0 if self.split is None else self.ledger.steps_of(self.split.name)
 
-    def begin_logical_batches(self) -> bool:
+    def begin_logical_batches(self, in_parts: bool = False) -> bool:
         """Forget a logical batch that was left unfinished; True if there was one."""
         unfinished = self.private_step.accumulated
         self.private_step.discard()
         self.capture.drop()
+        if in_parts:
+            self.begin_batches()
         self._skip = self._awaited = False
+        self._in_parts = in_parts
         return unfinished
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -182,19 +215,31 @@ class PrivateOptimizer(Optimizer):
                 f"{'none' if self._turn is None else self._turn + 1}: with correlation bands every batch is "
                 "stepped with once, in order, before the next one is taken"
             )
+        self._refuse_twice()
         spectra = self.capture.take()
         if spectra is None:
             raise GredpError(
                 "optimizer.step() without a new backward pass: gradients are spent once; "
                 "check that model.train() was called and that the loss depends on the model"
             )
-        self.private_step.accumulate(spectra)
-        self._awaited = False
-        if self._skip:
-            return loss
-        factor = self.schedule.factor(self.ledger.steps - self.charged_before)
-        self._charge(factor)
-        gradients = self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
+        inputs = self.private_step.records + spectra.batch
+        if inputs > self._drawn:
+            raise GredpError(
+                f"the model was run on {inputs} inputs, but {self._drawn} records were drawn: each input "
+                "would be clipped by itself, and a record count several times; for several inputs of a "
+                "record use make_private(views=…), or reshape within the model"
+            )
+        try:
+            self.private_step.accumulate(spectra)
+            self._awaited, self._summed_at = False, self._handed_out
+            if self._skip:
+                return loss
+            factor = self.schedule.factor(self.ledger.steps - self.charged_before)
+            self._charge(factor)
+            gradients = self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
+        except BaseException:  # an interrupt among them: the records of the next batch must not join these
+            self.private_step.discard()
+            raise
         divisor = self.expected_batch_size if self.loss_reduction == "mean" else 1.0
         for name, parameter in self._parameters.items():
             released = gradients[name].div_(divisor).to(parameter.dtype)
@@ -204,10 +249,33 @@ class PrivateOptimizer(Optimizer):
             self.average.update_parameters(self.capture.module)
         return loss
 
+    def _refuse_twice(self) -> None:
+        """Whatever would add up gradients in which a record may be more than once."""
+        if not self.private_step.accumulated:
+            return
+        if self._in_parts and not self._awaited:
+            raise GredpError("this part of a batch was stepped with already: its records would count twice")
+        if self._handed_out != self._summed_at:
+            raise GredpError(
+                "the sum holds another batch of the loader, and a record may be in both: for larger batches "
+                "give the loader a larger batch_size, and bound memory by BatchMemoryManager"
+            )
+
     def _charge(self, factor: float) -> None:
-        certificate = self._certified[factor]
-        self.ledger.charge(certificate, self.sample_rate, self._claimed(factor), *self._turns)
+        certificate, rate = self._certified[factor], self.sample_rate
+        if self._unused is not None and not self._unused:
+            # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
+            # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
+            warnings.warn(
+                "a step on a batch that was stepped with before is charged without amplification by "
+                "sampling, at rate 1: take a new batch from the loader for each step",
+                stacklevel=3,
+            )
+            rate = 1.0
+        self.ledger.charge(certificate, rate, self._claimed(factor), *self._turns)
         self._turn = None
+        if self._unused:
+            self._unused.popleft()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.capture.drop()

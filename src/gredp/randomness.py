@@ -7,6 +7,7 @@ resumed cannot repeat a draw even if it wanted to.
 """
 
 import hmac
+import itertools
 import os
 import secrets
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from gredp.errors import GredpError
 class Secret:
     """Gives a keystream for every (purpose, numbers); the caller never asks for the same twice.
 
+    Who has no numbers of his own takes `fresh` ones, which all users of the secret share.
+
     `insecure_seed` makes the draws repeatable, for tests only: they are no secret then.
     """
 
@@ -34,6 +37,11 @@ class Secret:
         self.insecure = insecure_seed is not None
         #: number of this start of the run; under a seed it alone keeps the draws of two starts apart
         self.incarnation = 0
+        self._numbers = itertools.count(1)
+
+    def fresh(self) -> int:
+        """A number that nobody was given before."""
+        return next(self._numbers)
 
     def keystream(self, size: int, purpose: str, *numbers: int) -> bytearray:
         """`size` bytes, and a few more at the end that are not random."""

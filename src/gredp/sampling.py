@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from gredp.distributed import rank, world_size
 from gredp.errors import GredpError
@@ -48,7 +56,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
     ) -> None:
         """`views` repeats each drawn record so often, side by side: a data set that draws its transforms
         anew each time it is asked gives as many views of it."""
-        if views < 1 or views != int(views):
+        if not (views >= 1 and float(views).is_integer()):
             raise GredpError(f"the number of views must be a whole number of at least 1, not {views}")
         if records < 1:
             raise GredpError("the data set is empty: there is nothing to train on")
@@ -56,14 +64,18 @@ class PoissonBatchSampler(Sampler[list[int]]):
             raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
         self.records, self.sample_rate, self.steps = records, sample_rate, steps
         self.generator, self.secret, self.views = generator, secret or Secret(), int(views)
-        self._asked = 0
         #: gives the number of the step that comes next
         self.next_turn: Callable[[], int] = lambda: 0
+        #: of the batches of the newest iteration, in their order; whoever hands one out takes its size
+        self.sizes: deque[int] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.next_turn()
+        sizes = self.sizes = deque()
         for turn in range(first, first + self.steps):
-            yield [record for record in self.draw_turn(turn) for _ in range(self.views)]
+            drawn = self.draw_turn(turn)
+            sizes.append(len(drawn))
+            yield [record for record in drawn for _ in range(self.views)]
 
     def draw_turn(self, turn: int) -> list[int]:
         """The records of the step with this number; here all steps are alike."""
@@ -95,8 +107,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """`[count]` in (0, 1]; never the same twice."""
         if self.generator is not None:
             return 1 - torch.rand(count, dtype=torch.float64, generator=self.generator)
-        self._asked += 1
-        return self.secret.uniform(count, "batches", self._asked)
+        # A count of this sampler's own would repeat the batches of another model of the same engine.
+        return self.secret.uniform(count, "batches", self.secret.fresh())
 
     def __len__(self) -> int:
         return self.steps
@@ -148,6 +160,10 @@ def poisson_loader(
             raise GredpError(
                 f"the data loader gives {loader.batch_sampler.views} views of a record, not {views}"
             )
+        if sample_rate not in (None, loader.batch_sampler.sample_rate):
+            raise GredpError(
+                f"the data loader draws at rate {loader.batch_sampler.sample_rate:g}, not {sample_rate}"
+            )
         return loader
     if isinstance(loader.dataset, IterableDataset):
         raise GredpError(
@@ -164,6 +180,11 @@ def poisson_loader(
             "the processes share each batch by themselves"
         )
     records = len(loader.dataset)  # type: ignore[arg-type]
+    if not isinstance(loader.sampler, SequentialSampler | RandomSampler) or len(loader.sampler) != records:
+        raise GredpError(
+            f"the data loader has a {type(loader.sampler).__name__}, which Poisson batches from all of its "
+            f"{records} records would replace: give it torch.utils.data.Subset of the records to train on"
+        )
     if records == 0:
         raise GredpError("the data set is empty: there is nothing to train on")
     if records < batch_size:
@@ -179,6 +200,15 @@ def poisson_loader(
         return rebuild(loader, _PhysicalLoader, cyclic, collate)
     sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views)
     return rebuild(loader, DataLoader, sampler, collate)
+
+
+def handing_out(loader: DataLoader[Any], optimizer: "PrivateOptimizer") -> DataLoader[Any]:
+    """The same Poisson batches, of which `optimizer` is told."""
+    if not isinstance(loader, _PhysicalLoader):
+        assert isinstance(loader.batch_sampler, PoissonBatchSampler)
+        loader = rebuild(loader, _WholeLoader, loader.batch_sampler, loader.collate_fn)
+    loader.optimizer = optimizer
+    return loader
 
 
 def rebuild(
@@ -234,6 +264,21 @@ def part_of(batch: Any, rows: slice) -> Any:
     )
 
 
+class _WholeLoader(DataLoader[Any]):
+    """Tells the optimiser of every batch: a step for which none, or a smaller one, was drawn shows by it."""
+
+    optimizer: "PrivateOptimizer"
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        assert isinstance(self.batch_sampler, PoissonBatchSampler)
+        self.optimizer.begin_batches()
+        sizes: deque[int] | None = None
+        for batch in super().__iter__():
+            sizes = self.batch_sampler.sizes if sizes is None else sizes
+            self.optimizer.expect_batch(sizes.popleft())
+            yield batch
+
+
 class _PhysicalLoader(DataLoader[Any]):
     """Yields parts of logical batches; tells the optimiser, with each, whether it is the last, and its turn.
 
@@ -246,8 +291,8 @@ class _PhysicalLoader(DataLoader[Any]):
     max_physical_batch_size: int = sys.maxsize
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.optimizer.begin_logical_batches()
-        words: deque[tuple[bool, int]] = deque()
+        self.optimizer.begin_logical_batches(in_parts=True)
+        words: deque[tuple[bool, int, int]] = deque()
         sampler = self.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         views = sampler.views
@@ -266,14 +311,14 @@ class _PhysicalLoader(DataLoader[Any]):
 
 
 class _Split(Sampler[list[int]]):
-    def __init__(self, sampler: PoissonBatchSampler, size: int, words: deque[tuple[bool, int]]) -> None:
+    def __init__(self, sampler: PoissonBatchSampler, size: int, words: deque[tuple[bool, int, int]]) -> None:
         self.sampler, self.size, self.words = sampler, size, words
 
     def __iter__(self) -> Iterator[list[int]]:
         for turn, batch in enumerate(self.sampler, self.sampler.next_turn()):
             parts = [batch[i : i + self.size] for i in range(0, max(len(batch), 1), self.size)]
             for i, part in enumerate(parts):
-                self.words.append((i == len(parts) - 1, turn))
+                self.words.append((i == len(parts) - 1, turn, len(part) // self.sampler.views))
                 yield part
 
 

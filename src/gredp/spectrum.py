@@ -183,19 +183,18 @@ def frequency_groups(grid: tuple[int, ...], bands: int) -> Tensor:
 
 
 def low_band(grid: tuple[int, ...], ratio: float) -> Tensor:
-    """`[prod(grid)]` of bool: the lowest frequencies, at most `ratio` of all but at least zero's own.
+    """`[prod(grid)]` of bool: the lowest frequencies, as few as make `ratio` of all, and never zero alone.
 
-    Whole pairs {k, −k} only: half a pair would leave the released gradient complex.
+    Frequencies as far from zero as each other stay together: half a pair {k, −k} would leave the released
+    gradient complex, and half of a kernel's lowest ones would prefer one of its axes. With frequency
+    zero alone all entries of a block would move as one: the classes that share it could not be told apart.
     """
-    n = math.prod(grid)
-    pair = torch.minimum(torch.arange(n), mirror(grid))
-    kept = torch.zeros(n, dtype=torch.bool)
-    for k in distance(grid).flatten().argsort(stable=True):
-        members = pair == pair[k]
-        if not kept[k]:
-            if kept.any() and int(kept.sum() + members.sum()) > ratio * n + 1e-9:
-                break
-            kept |= members
+    away = distance(grid).flatten()
+    kept = torch.ones_like(away, dtype=torch.bool)
+    for edge in away.unique()[1:]:
+        kept = away <= edge
+        if kept.sum() >= ratio * len(away) - 1e-9:
+            break
     return kept
 
 

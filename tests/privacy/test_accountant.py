@@ -278,6 +278,18 @@ def test_an_epsilon_of_0_by_rdp_needs_no_loss_distribution(monkeypatch):
     assert spent(z, q, 4, delta, "pld") == 0
 
 
+@pytest.mark.parametrize("z", [1e-3, 5e-3])
+def test_next_to_no_noise_has_a_huge_epsilon_and_no_overflow(z):
+    """At a rate below 1 losses of 10⁷ would need a grid whose width overflows the exponential."""
+    found = spent(z, 0.01, 100, 1e-5, "pld")
+    assert 1e6 < found < math.inf
+    assert found <= 100 * 0.5 / z**2 * 1.1
+
+
+def test_the_smallest_delta_that_a_number_can_hold():
+    assert 37 < spent(1.0, 1.0, 1, 1e-310, "pld") < 39
+
+
 def test_the_grid_of_losses_stays_bounded_for_a_huge_epsilon(monkeypatch):
     # Losses reach as far as ε does, so the points of the grid number at least ε/width: at z = 0.001, which
     # a user may well type, a fixed width would mean 10⁹ of them.

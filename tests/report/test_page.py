@@ -18,6 +18,7 @@ from gredp.cli import main
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
 from gredp.report.command import write_report
+from gredp.report.page import _epsilon
 from gredp.training.spent import spent
 
 QUICK = ["--epochs", "1", "--accountant", "rdp", "--json"]
@@ -328,3 +329,17 @@ def test_a_page_needs_no_torch(runs, tmp_path):
     command = [sys.executable, "-c", code, "report", str(runs / "shaped"), "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True)
     assert "Verified." in safe(out).words
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (50.1201, "50.1202"),
+        (999_999.99999, "1,000,000.0000"),
+        (1_000_030.0, "1.0001e+06"),
+        (2.5e20, "2.5e+20"),
+    ],
+)
+def test_large_epsilons_are_not_shown_smaller_than_they_are(value, shown):
+    assert _epsilon(value) == shown
+    assert float(shown.replace(",", "")) >= value

@@ -113,6 +113,8 @@ def test_several_processes_and_signals_release_nothing(tmp_path, monkeypatch):
         (["--resume", "x"], "neither --resume"),
         (["--insecure-seed", "1"], "nor --insecure-seed"),
         (["--batch-size", "1400"], "larger than the"),
+        (["--noise-schedule", "0.5"], "no --noise-schedule"),
+        (["--correlation-bands", "2"], "no --correlation-bands"),
     ],
 )
 def test_wrong_choices_are_refused_in_one_line(capsys, arguments, words):

@@ -91,7 +91,10 @@ def _played(
     from gredp.audit.victims import EngineStep
 
     told = {"method": method, "noise": noise, "claim": claim, "clipping": clipping, **dict(options)}
-    victim = EngineStep(told, SIGMA, grids=((15,), *[(4, 4)] * (layers - 1)))
+    # Where each block has the whole norm, all together move √layers times as far as the noise expects.
+    # Unless it grows with them no play errs, and how seldom they might bounds the noise only loosely.
+    apart = math.sqrt(layers) if claim == "paper" or clipping == "layer_wise" else 1.0
+    victim = EngineStep(told, SIGMA * apart, grids=((15,), *[(4, 4)] * (layers - 1)))
     # Odd pairs in all blocks at once meet every weakness of the methods but one: shaped noise has a
     # variance for each frequency, so there the canary is a single wave.
     direction = "sinusoid" if noise == "shaped" else "odd pair"

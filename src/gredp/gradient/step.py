@@ -94,6 +94,11 @@ class PrivateStep:
     def accumulated(self) -> bool:
         return bool(self._bounded.totals)
 
+    @property
+    def records(self) -> int:
+        """That are in the sum."""
+        return self._bounded.records
+
 
 def _view(block: Block, plan: StepPlan) -> BlockView:
     padded = block != Block.whole(block.name, block.layer, block.shape, len(block.grid))

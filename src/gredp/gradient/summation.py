@@ -29,6 +29,8 @@ class BoundedSum:
     totals: dict[str, Tensor] = field(default_factory=dict)
     shares: Tensor | None = None
     spent: bool = False
+    #: how many were added
+    records: int = 0
 
     def add(self, clipped: ClippedSpectra) -> None:
         """Take in one more physical batch."""
@@ -44,6 +46,7 @@ class BoundedSum:
             else:
                 total = gradient.weighted_sum(factors)
             self.totals[name] = self.totals[name] + total if name in self.totals else total
+        self.records += len(clipped.kept)
         if self.plan.shaping is not None:
             shares = energy_shares(clipped, self.views)
             self.shares = shares if self.shares is None else self.shares + shares

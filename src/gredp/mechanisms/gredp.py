@@ -29,6 +29,8 @@ class GReDP(Mechanism):
     name = "gredp"
 
     def __post_init__(self) -> None:
+        if len(self.noise_parts) != 2:
+            raise GredpError(f"noise_parts are two numbers, real and imaginary, not {len(self.noise_parts)}")
         a, b = self.noise_parts
         if not (a >= 0 and b >= 0 and math.isfinite(a + b) and a + b > 0):
             raise GredpError(f"the noise parts a and b must be 0 or more and not both 0, but are {a} and {b}")

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError
 from gredp.privacy.certificate import Block, Certificate, Release, real_part_variances
@@ -28,6 +28,12 @@ class ClipGroup:
     blocks: tuple[str, ...]
     clip_norm: float
     noise_std: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.noise_std):
+            raise GredpError(
+                f"noise of deviation {self.noise_std}: noise scale times clipping norm is too large"
+            )
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,14 @@ class Shaping:
             raise GredpError(
                 f"shaping exponents lie in [0, 1], not {self.exponent} and {self.preconditioner}"
             )
-        if not self.energy_noise > 0 or self.bands < 1:
+        if not 0 < self.energy_noise < math.inf or not isinstance(self.bands, int) or self.bands < 1:
             raise GredpError(
-                f"shaping needs energy_noise > 0 and bands ≥ 1, not {self.energy_noise} and {self.bands}"
+                f"shaping needs energy_noise > 0, finite, and whole bands ≥ 1, not {self.energy_noise} and "
+                f"{self.bands}"
             )
         if self.groups not in get_args(Groups):
             raise GredpError(f"unknown groups {self.groups!r}: choose one of {', '.join(get_args(Groups))}")
-        if not self.window >= 0 or self.window != int(self.window):
+        if not (self.window >= 0 and float(self.window).is_integer()):
             raise GredpError(f"the window must be a whole number of releases, or 0, not {self.window}")
 
 
@@ -176,10 +183,9 @@ def clip_groups(
     """
     if clipping not in get_args(Clipping):
         raise GredpError(f"unknown clipping {clipping!r}: choose one of {', '.join(get_args(Clipping))}")
-    norms = [clip_norm] if isinstance(clip_norm, int | float) else list(clip_norm)
+    norms = list(clip_norm) if isinstance(clip_norm, Sequence) else [clip_norm]
     for norm in norms:
-        if not (norm > 0 and math.isfinite(norm)):
-            raise GredpError(f"the clipping norm must be a positive number, not {norm}")
+        positive_norm(norm)
     if not (sigma >= 0 and math.isfinite(sigma)):
         raise GredpError(f"the noise scale must be 0 or more and finite, not {sigma}")
     if clipping in ("flat", "automatic"):
@@ -195,6 +201,17 @@ def clip_groups(
         each = norms if len(norms) > 1 else norms * len(members)
         deviations = [sigma * c for c in each]
     return tuple(ClipGroup(n, names, c, s) for (n, names), c, s in zip(members.items(), each, deviations))
+
+
+def positive_norm(norm: Any) -> float:
+    """As a plain number; from numpy, from a tensor of one element."""
+    try:
+        number = float(norm)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise GredpError(f"the clipping norm must be a positive number, not {norm!r}")
+    return number
 
 
 def _layers(blocks: Sequence[Block], norms: int) -> dict[str, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError
@@ -80,8 +81,8 @@ def _build(kind: type[Mechanism], name: str, options: dict[str, Any]) -> Mechani
 
 def noise_scale(noise_multiplier: float, unit: float, claim: str) -> float:
     """σ for a requested multiplier: the paper's own σ under its claim, otherwise z over z(σ = 1)."""
-    if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
-        raise GredpError(f"the noise multiplier must be 0 or more and finite, not {noise_multiplier}")
+    if not isinstance(noise_multiplier, Real) or not 0 <= noise_multiplier < math.inf:
+        raise GredpError(f"the noise multiplier must be 0 or more and finite, not {noise_multiplier!r}")
     if claim == "paper":
         return noise_multiplier
     if unit == 0:

@@ -12,8 +12,8 @@ class SpectralDP(Mechanism):
     """K: balls in the span of the kept band. Σ: ½σ²c² in each real direction of it. z = σ/√2 (flat).
 
     The band is conjugate-symmetric and cut out *before* the clip, so nothing of the clipping norm is
-    spent on what is dropped, and every coefficient that is kept is noised. `filter_ratio` ρ is K/N,
-    the share that is kept, of weights; biases are kept whole.
+    spent on what is dropped, and every coefficient that is kept is noised. `filter_ratio` ρ is K/N, the
+    share that is kept, of weights, rounded up to whole shells of frequencies; biases are kept whole.
     """
 
     filter_ratio: float = 0.5

@@ -26,6 +26,8 @@ AccountantName = Literal["pld", "rdp"]
 
 #: sensitivity in noise deviations beyond which ε is bounded by μ²/2 + μ√(2 ln 1/δ) alone
 LARGEST_MU = 1e5
+#: above it the widest rounding of losses overflows, and Rényi divergences are as good
+LARGEST_PLD = 1e6
 ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 96, 128, 192, 256, 384, 512, 1024)
 
 
@@ -84,13 +86,15 @@ def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accounta
     mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
     if mu > LARGEST_MU:
         # Sampling only helps, and so does the exact profile; neither has digits to show this far out.
-        return mu * (mu / 2 + math.sqrt(2 * math.log(1 / delta))) if mu < 1e150 else math.inf
+        return mu * (mu / 2 + math.sqrt(2 * -math.log(delta))) if mu < 1e150 else math.inf
     if accountant == "pld" and all(q == 1 for _, q, _ in spent):
         return _gaussian_epsilon(mu, delta)
     rdp = _rdp_epsilon(spent, delta)
     # Both are upper bounds on the same quantity, so the smaller one is proven as well. It also
     # catches a loss distribution whose truncated tails alone exceed a very small δ.
-    return rdp if accountant == "rdp" or rdp == 0 else min(rdp, _pld_epsilon(spent, delta, rdp))
+    if accountant == "rdp" or rdp == 0 or rdp > LARGEST_PLD:
+        return rdp
+    return min(rdp, _pld_epsilon(spent, delta, rdp))
 
 
 def _gaussian_delta(mu: float, eps: float) -> float:
@@ -109,7 +113,7 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
 
     if excess(0.0) <= 0:
         return 0.0
-    upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1
+    upper = mu * mu / 2 + mu * math.sqrt(2 * -math.log(delta)) + 1
     root = float(brentq(excess, 0.0, upper, xtol=1e-12, rtol=1e-14))
     return root + 1e-9 * (1 + root)
 
@@ -177,7 +181,7 @@ class Accountant:
 
 def round_up(value: float, digits: int = 4) -> float:
     """For print: an ε is never shown smaller than it is."""
-    if not abs(value) < 1e15:  # beyond it, and at infinity, there are no such digits to round
+    if not math.isfinite(value) or (abs(value) >= 1e15 and digits >= 0):  # there are no such digits
         return value
     return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING))
 

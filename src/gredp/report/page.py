@@ -110,7 +110,9 @@ def _guarantee(run: Facts) -> list[str]:
     epsilon, delta = run.spent.proven_epsilon, run.spent.delta
     if not run.private:
         return ["There is none. Whether a person's record was used may be told from the model."]
-    factor = f"e^ε ≤ {_up(math.exp(epsilon), 3)}" if epsilon < 50 else f"e^{epsilon:.4g}, which is no limit,"
+    factor = (
+        f"e^ε ≤ {_up(math.exp(epsilon), 3)}" if epsilon < 50 else f"e^{_up(epsilon, 2)}, which is no limit,"
+    )
     seen = "all weights of all steps, checkpoints included"
     paragraphs = [
         f"Adding one record to the training data, or removing one, changes the probability of anything that "
@@ -311,7 +313,9 @@ def _epsilon(value: Any) -> str:
 def _up(value: float, digits: int) -> str:
     if math.isinf(value):
         return "∞"
-    return f"{round_up(value, digits):,.{digits}f}" if value < 1e6 else f"{value * (1 + 1e-5):.5g}"
+    if value < 1e6:
+        return f"{round_up(value, digits):,.{digits}f}"
+    return f"{round_up(value, 4 - math.floor(math.log10(value))):.5g}"
 
 
 def _short(value: float) -> str:

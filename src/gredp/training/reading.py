@@ -32,7 +32,6 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
         self.x, self.y = data.x_train, data.y_train
         self.prepare = as_they_are if data.features else centred
         self.views = views
-        self._asked = 0
 
     def __len__(self) -> int:
         return len(self.y)
@@ -43,8 +42,7 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
         x = self.prepare(self.x[indices])
         if self.views is not None:
-            self._asked += 1
-            draws = self.views.uniform(DRAWS * len(indices), "views", self._asked)
+            draws = self.views.uniform(DRAWS * len(indices), "views", self.views.fresh())
             x = augmented(x, draws.view(-1, DRAWS))
         return list(zip(x, self.y[indices]))
 

@@ -58,6 +58,8 @@ class TuneSettings(TrainSettings):
             )
         if self.correlation_bands != 1:
             raise GredpError("gredp tune takes no --correlation-bands: it prices independent noise only")
+        if self.noise_schedule != 1:
+            raise GredpError("gredp tune takes no --noise-schedule: it prices steps of equal noise only")
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise GredpError("gredp tune runs in one process: each of several would draw trials of its own")
         if self.resume or self.fork or self.insecure_seed is not None:

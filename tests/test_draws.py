@@ -1,0 +1,195 @@
+"""Every step has a draw of its own, no record is in a sum twice, and no two draws of an engine are alike."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, Subset, SubsetRandomSampler, TensorDataset
+
+from gredp import BatchMemoryManager, PrivacyEngine
+from gredp.errors import GredpError
+from gredp.privacy.accountant import epsilon
+from gredp.privacy.ledger import Entry
+from gredp.randomness import Secret
+
+RECORDS = TensorDataset(torch.randn(40, 5), torch.randint(0, 3, (40,)))
+RATE, Z = 0.2, 1.0
+
+
+def private(engine=None, noise_multiplier=Z, batch_size=8, **options):
+    engine, model = engine or PrivacyEngine(), nn.Linear(5, 3)
+    loader = {k: options.pop(k) for k in ("sampler", "generator", "num_workers", "dataset") if k in options}
+    settings = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(loader.pop("dataset", RECORDS), batch_size=batch_size, **loader),
+        "noise_multiplier": noise_multiplier,
+        "max_grad_norm": 1.0,
+    }
+    return engine, *engine.make_private(**settings | options)
+
+
+def backward(model, x, y):
+    F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_one_step_for_each_batch_is_charged_at_the_loaders_rate(workers):
+    engine, model, optimizer, loader = private(num_workers=workers)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            backward(model, x, y)
+            optimizer.step()
+    assert engine.ledger.entries == (Entry(Z, RATE, 10, Z),)
+
+
+def test_batches_may_be_fetched_ahead_or_left_out():
+    engine, model, optimizer, loader = private()
+    fetched = list(loader)
+    for x, y in fetched[1:]:
+        backward(model, x, y)
+        optimizer.step()
+    assert engine.ledger.entries == (Entry(Z, RATE, 4, Z),)
+
+
+def test_a_second_step_on_a_batch_is_charged_without_sampling_and_says_so():
+    engine, model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    for again in (False, True, True):
+        backward(model, x, y)
+        if again:
+            with pytest.warns(UserWarning, match="charged without amplification by sampling, at rate 1"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert engine.ledger.entries == (Entry(Z, RATE, 1, Z), Entry(Z, 1.0, 2, Z))
+    # all three saw the same draw: at least as much as one release of it at z/√3 spends
+    assert engine.get_epsilon(1e-5) >= epsilon([Entry(Z / 3**0.5, RATE, 1)], 1e-5)
+
+
+def test_the_steps_of_an_earlier_pass_leave_none_over():
+    engine, model, optimizer, loader = private()
+    for _ in loader:
+        pass  # looked at, not trained on
+    x, y = next(iter(loader))
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            backward(model, x, y)
+            optimizer.step()
+    assert [entry.sample_rate for entry in engine.ledger.entries] == [RATE, 1.0]
+
+
+def test_batches_of_the_loader_are_not_added_up():
+    engine, model, optimizer, loader = private()
+    batches = iter(loader)
+    optimizer.signal_skip_step()
+    backward(model, *next(batches))
+    optimizer.step()
+    backward(model, *next(batches))
+    with pytest.raises(GredpError, match=r"holds another batch .* larger batch_size"):
+        optimizer.step()
+    assert engine.ledger.steps == 0
+
+
+def test_parts_of_one_batch_are_added_up_by_hand():
+    engine, model, optimizer, loader = private(noise_multiplier=0.0, batch_size=20)
+    x, y = next(iter(loader))
+    for last, rows in ((False, slice(0, 4)), (True, slice(4, None))):
+        optimizer.signal_skip_step(not last)
+        backward(model, x[rows], y[rows])
+        optimizer.step()
+    assert engine.ledger.steps == 1
+
+
+def test_a_part_is_not_stepped_with_twice():
+    engine, model, optimizer, loader = private(batch_size=40, noise_multiplier=0.0)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=15, optimizer=optimizer) as parts:
+        for x, y in parts:
+            backward(model, x, y)
+            optimizer.step()
+            if not engine.ledger.steps:
+                backward(model, x, y)
+                with pytest.raises(GredpError, match="part of a batch was stepped with already"):
+                    optimizer.step()
+                optimizer.zero_grad()
+    assert engine.ledger.steps == 1
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_more_inputs_than_records_are_refused(in_parts):
+    engine, model, optimizer, loader = private(batch_size=40)
+    if in_parts:
+        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=15, optimizer=optimizer)
+        loader = manager.__enter__()
+    x, y = next(iter(loader))
+    backward(model, torch.cat([x, x]), torch.cat([y, y]))
+    with pytest.raises(GredpError, match=f"run on {2 * len(x)} inputs, but {len(x)} records were drawn"):
+        optimizer.step()
+    assert engine.ledger.steps == 0
+
+
+@pytest.mark.parametrize("where", ["accumulate", "charge", "release"])
+def test_an_interrupted_step_leaves_nothing_in_the_sum(monkeypatch, where):
+    engine, model, optimizer, loader = private(batch_size=40, noise_multiplier=0.0)
+    owner = engine.ledger if where == "charge" else optimizer.private_step
+
+    def interrupted(*arguments, **settings):
+        if where == "accumulate":
+            right(*arguments, **settings)
+        raise KeyboardInterrupt
+
+    right = getattr(owner, where)
+    for _ in range(3):
+        x, y = next(iter(loader))
+        backward(model, x, y)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+    assert not optimizer.private_step.accumulated
+    x, y = next(iter(loader))
+    backward(model, 1e6 * x, y)
+    optimizer.step()
+    moved = torch.cat([p.grad.flatten() for p in model.parameters()]).norm() * 40
+    assert moved <= 40 * (1 + 1e-5)
+
+
+def test_two_models_of_one_engine_draw_different_batches():
+    """Also under one secret: the same draw would compose to more than two draws do."""
+    engine = PrivacyEngine(secret=Secret(3))
+    draws = []
+    for _ in range(2):
+        loader = private(engine)[3]
+        draws.append([loader.batch_sampler.draw() for _ in range(5)])
+        engine.detach()
+    assert draws[0] != draws[1]
+    assert sum(first == second for first, second in zip(*draws)) <= 1
+
+
+def test_a_sampler_that_would_be_replaced_is_refused():
+    with pytest.raises(GredpError, match=r"SubsetRandomSampler, .* 40 records .* torch.utils.data.Subset"):
+        private(sampler=SubsetRandomSampler(range(20)))
+    with pytest.raises(GredpError, match="RandomSampler"):
+        private(sampler=RandomSampler(RECORDS, num_samples=20))
+    loader = private(dataset=Subset(RECORDS, range(20)))[3]
+    assert loader.batch_sampler.records == 20
+
+
+def test_a_private_loader_keeps_its_rate():
+    loader = private()[3]
+    with pytest.raises(GredpError, match=r"draws at rate 0\.2, not 0\.5"):
+        private(data_loader=loader, sample_rate=0.5)
+    assert private(data_loader=loader)[3].batch_sampler is loader.batch_sampler
+
+
+def test_secure_mode_refuses_a_seeded_loader_and_others_show_it():
+    seeded = torch.Generator().manual_seed(1)
+    with pytest.raises(GredpError, match="data loader with a generator"):
+        private(PrivacyEngine(secure_mode=True), generator=seeded)
+    engine = private(generator=seeded)[0]
+    assert "INSECURE" in str(engine)
+    assert "INSECURE" not in str(private()[0])
