@@ -263,8 +263,12 @@ def test_in_place_layers_and_half_precision_parameters():
     x, y = records(8)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(18, 4))
     model = model.bfloat16()
-    model, optimizer, _, _ = make_private(model, (x.bfloat16(), y), noise_multiplier=1.0, method="gredp")
-    one_step(model, optimizer, x.bfloat16(), y)
+    settings = {"noise_multiplier": 1.0, "method": "gredp"}
+    with pytest.raises(GredpError, match=r"mean loss in bfloat16 .* loss_reduction='sum'"):
+        one_step(*make_private(copy.deepcopy(model), (x.bfloat16(), y), **settings)[:2], x.bfloat16(), y)
+    model, optimizer, _, _ = make_private(model, (x.bfloat16(), y), loss_reduction="sum", **settings)
+    F.cross_entropy(model(x.bfloat16()), y, reduction="sum").backward()
+    optimizer.step()
     assert all(p.grad.dtype == torch.bfloat16 and torch.isfinite(p.grad).all() for p in model.parameters())
 
 

@@ -67,6 +67,8 @@ REFUSED = {
     "LSTMCell is not supported": lambda: nn.LSTMCell(4, 4),
     "GRUCell is not supported": lambda: nn.GRUCell(4, 4),
     "Embedding with max_norm.*max_norm=None": lambda: nn.Embedding(4, 4, max_norm=1.0),
+    "Embedding with max_norm rewrites its weights": lambda: frozen(nn.Embedding(4, 4, max_norm=1.0)),
+    "EmbeddingBag with max_norm": lambda: frozen(nn.EmbeddingBag(4, 4, max_norm=1.0)),
     "Embedding with scale_grad_by_freq.*False": lambda: nn.Embedding(4, 4, scale_grad_by_freq=True),
     "ParametrizationList.*remove the parametrisation": lambda: weight_norm(nn.Linear(4, 4)),
     "LazyLinear has no shapes yet.*one forward": lambda: nn.LazyLinear(4),
@@ -104,7 +106,6 @@ ALLOWED = {
     "InstanceNorm": lambda: nn.InstanceNorm1d(4, affine=True),
     "frozen attention": lambda: frozen(nn.MultiheadAttention(4, 2)),
     "frozen LSTM": lambda: frozen(nn.LSTM(4, 4)),
-    "frozen embedding with max_norm": lambda: frozen(nn.Embedding(4, 4, max_norm=1.0)),
     "dropout": lambda: nn.Dropout(),
     "GroupNorm": lambda: nn.GroupNorm(2, 4),
     "bare convolution": lambda: nn.ConvTranspose2d(4, 4, 2),
@@ -417,6 +418,7 @@ class Tracking(nn.Module):
     def __init__(self, way: str):
         super().__init__()
         self.way, self.layer = way, nn.Linear(3, 2)
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
         dtype = torch.long if way == "counts" else torch.float32
         self.register_buffer("seen", torch.zeros(3, dtype=dtype))
 
@@ -429,7 +431,14 @@ class Tracking(nn.Module):
                 self.seen = 0.9 * self.seen + 0.1 * mean
             elif self.way == "data":
                 self.seen.data.add_(mean)
-            else:
+            elif self.way == "frozen parameter":
+                self.frozen.add_(mean)
+            elif self.way == "late":
+                self.register_buffer("noticed", mean)
+            elif self.way == "trained":
+                with torch.no_grad():
+                    self.layer.bias.add_(mean[:2])
+            elif self.way == "counts":
                 self.seen += (x > 0).sum(0)
         return self.layer(x)
 
@@ -442,6 +451,38 @@ def test_a_buffer_that_follows_the_data_is_refused_by_name(way):
     with pytest.raises(GredpError, match=r"^buffer seen was changed by a training forward"):
         backward(model, x)
     assert optimizer.ledger.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [("frozen parameter", "frozen"), ("late", "noticed"), ("trained", "layer.bias")]
+)
+def test_whatever_a_forward_writes_to_is_refused_by_name(way, name):
+    x = torch.randn(4, 3)
+    model, optimizer, _ = make_private(Tracking(way), x)
+    with pytest.raises(GredpError, match=rf"^{name} was changed by a training forward"):
+        backward(model, x)
+    assert optimizer.ledger.steps == 0
+
+
+@pytest.mark.parametrize("way", ["in place", "assigned", "frozen parameter", "late"])
+def test_it_is_refused_too_when_the_models_own_call_is_gone_round(way):
+    x = torch.randn(4, 3)
+    model, optimizer, _ = make_private(Tracking(way), x)
+    model.forward(x).square().sum(1).mean().backward()
+    with pytest.raises(GredpError, match="was changed since the last step, in which parts of the model"):
+        optimizer.step()
+    assert optimizer.ledger.steps == 0
+
+
+def test_parts_may_be_called_and_state_be_set_between_whole_passes():
+    x = torch.randn(4, 3)
+    model, optimizer, _ = make_private(Tracking("none"), x)
+    for whole in (True, False, True):
+        (model(x) if whole else model.layer(x)).square().sum(1).mean().backward()
+        optimizer.step()
+        if not whole:
+            model.seen.fill_(3.0)  # by the caller, from no data
+    assert optimizer.ledger.steps == 3
 
 
 def test_loading_a_state_is_not_taken_for_a_change_by_the_data():

@@ -8,13 +8,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from gredp.distributed import world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
+from gredp.gradient.rules import exact
 from gredp.gradient.step import PrivateStep
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
@@ -223,20 +224,19 @@ class PrivateOptimizer(Optimizer):
                 "check that model.train() was called and that the loss depends on the model"
             )
         inputs = self.private_step.records + spectra.batch
-        if inputs > self._drawn:
+        if self._drawn and inputs > self._drawn and inputs % self._drawn == 0:
             raise GredpError(
                 f"the model was run on {inputs} inputs, but {self._drawn} records were drawn: each input "
                 "would be clipped by itself, and a record count several times; for several inputs of a "
                 "record use make_private(views=…), or reshape within the model"
             )
         try:
-            self.private_step.accumulate(spectra)
-            self._awaited, self._summed_at = False, self._handed_out
-            if self._skip:
-                return loss
-            factor = self.schedule.factor(self.ledger.steps - self.charged_before)
-            self._charge(factor)
-            gradients = self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
+            with exact(next(iter(self._parameters.values())).device):
+                self.private_step.accumulate(spectra)
+                self._awaited, self._summed_at = False, self._handed_out
+                if self._skip:
+                    return loss
+                gradients = self._release()
         except BaseException:  # an interrupt among them: the records of the next batch must not join these
             self.private_step.discard()
             raise
@@ -248,6 +248,12 @@ class PrivateOptimizer(Optimizer):
         if self.average is not None:
             self.average.update_parameters(self.capture.module)
         return loss
+
+    def _release(self) -> dict[str, Tensor]:
+        """Charge the step, then noise the sum."""
+        factor = self.schedule.factor(self.ledger.steps - self.charged_before)
+        self._charge(factor)
+        return self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
 
     def _refuse_twice(self) -> None:
         """Whatever would add up gradients in which a record may be more than once."""
@@ -263,7 +269,7 @@ class PrivateOptimizer(Optimizer):
 
     def _charge(self, factor: float) -> None:
         certificate, rate = self._certified[factor], self.sample_rate
-        if self._unused is not None and not self._unused:
+        if self._unused is not None and not self._unused and rate < 1:
             # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
             # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
             warnings.warn(

@@ -41,10 +41,10 @@ def problem(layer: nn.Module) -> str | None:
         return f"{kind} with batch_first=False puts positions before records: build it with batch_first=True"
     elif isinstance(layer, nn.RNNBase | nn.RNNCellBase) and trainable:
         return f"{kind} is not supported: its gates need per-sample rules; use attention or convolutions"
-    elif isinstance(layer, nn.Embedding) and trainable:
-        if layer.max_norm is not None:
+    elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        if layer.max_norm is not None:  # also where they are frozen
             return f"{kind} with max_norm rewrites its weights from the batch: set max_norm=None"
-        if layer.scale_grad_by_freq:
+        if trainable and layer.scale_grad_by_freq:
             return f"{kind} with scale_grad_by_freq counts ids over the batch: set it to False"
     elif isinstance(layer, ParametrizationList) and trainable:
         return f"{kind}: parametrised weights belong to no layer's forward; remove the parametrisation first"

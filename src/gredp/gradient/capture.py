@@ -5,7 +5,7 @@ autograd would compute is never needed, and a parameter that receives one all th
 outside its layer, where no clip would see it. That is refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from gredp.gradient.rules import (
     Call,
     Rule,
     convolution_with_bias,
+    exact,
     full_precision,
     generic,
     grid_axes,
@@ -119,6 +120,10 @@ class Capture:
         self._paused = False
         self._root_batch: int | None = None
         self._buffers: dict[str, Tensor] = {}
+        #: of the model before its forward, and after the last backward that was taken
+        self._before = self._taken = _versions(module)
+        #: whether the model's own forward was called, whose buffers are compared by value
+        self._whole = False
         self._handles: list[Any] = []
         self._grid_axes = {block.name: len(block.grid) for block in self.blocks()}
         self._attach()
@@ -188,7 +193,9 @@ class Capture:
         self._pass += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         self._root_batch = tensors[0].shape[0] if tensors else None
+        self._whole = True
         if self.module.training:
+            self._before = _versions(self.module)
             self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
     def _end_pass(self) -> None:
@@ -201,6 +208,15 @@ class Capture:
                 raise GredpError(
                     f"buffer {name} was changed by a training forward: what follows the data would be "
                     "released without noise; use a layer without running statistics (see gredp.fix)"
+                )
+        self._refuse_changes(self._before, self._buffers, "by a training forward")
+
+    def _refuse_changes(self, before: dict[str, tuple[int, int]], but: Collection[str], when: str) -> None:
+        for name, version in _versions(self.module).items():
+            if name not in but and before.get(name) != version:
+                raise GredpError(
+                    f"{name} was changed {when}: what follows the data would be released without noise; use "
+                    "layers that keep nothing of their inputs"
                 )
 
     def _silence(self, layer: nn.Module) -> None:
@@ -275,7 +291,15 @@ class Capture:
                 f"{g.shape[0]} inputs are no whole number of records with {self.views} views each: "
                 "train on the batches of the loader that make_private returned"
             )
-        for name, gradient in self._gradients(unit, full_precision(x), full_precision(g), call).items():
+        if self.loss_reduction == "mean" and full_precision(g) is not g:
+            raise GredpError(
+                f"{unit.name}: gradients of a mean loss in {str(g.dtype).removeprefix('torch.')} are rounded "
+                "after the division by the batch, which couples its records: use loss_reduction='sum' and "
+                "the sum of the records' losses, or single precision"
+            )
+        with exact(g.device):
+            gradients = self._gradients(unit, full_precision(x), full_precision(g), call)
+        for name, gradient in gradients.items():
             full = unit.parameters.get(name)
             if full is None or not unit.layer.get_parameter(name).requires_grad:
                 continue  # absent (no bias), or frozen by now
@@ -362,6 +386,11 @@ class Capture:
         """What the last backward brought, valid until the next; None if there was none."""
         if self._pending_pass is None or self._batch is None:
             return None
+        if not self._whole:
+            trained = {full for unit in self.units for full in unit.parameters.values()}
+            when = "since the last step, in which parts of the model were called and not the model"
+            self._refuse_changes(self._taken, trained, when)
+        self._taken, self._whole = _versions(self.module), False
         records = self._batch // self.views
         scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
         spectra = PerSampleSpectra(self._pending, records, scale)
@@ -399,6 +428,12 @@ def _refuse_raw_gradient(name: str) -> Callable[[Tensor], None]:
 def _keep_in_eval_mode(layer: nn.Module, args: Any) -> None:
     """A frozen normalisation stays as it is, also when a loop calls model.train() in every epoch."""
     layer.eval()
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of all that the model's state holds: which tensor it is, and how often it was written to."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: (id(tensor), tensor._version) for name, tensor in tensors}
 
 
 def _same(before: Tensor, after: Tensor) -> bool:

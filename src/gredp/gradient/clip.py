@@ -20,6 +20,9 @@ from gredp.spectrum import BlockView
 AUTOMATIC = 0.01
 #: norms whose square leaves single precision are no gradients of a working model: treated as not finite
 LARGEST_NORM = 1e19
+#: what of a record is left when its terms cancel counts as at least this share of them: a clip that saw
+#: nothing of two huge opposite terms would let them into the sum, whose rounding takes others' last digits
+LEAST_LEFT = {torch.float32: 1e-3, torch.float64: 1e-6}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,19 @@ def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
     return view.gather(gradient.energy_over(view.axes))
 
 
+def _least(spectra: PerSampleSpectra, name: str, energy: Tensor, plan: StepPlan) -> Tensor:
+    """`[b]`: the least that the square of a record's norm is taken for."""
+    gradient = spectra.gradients[name]
+    reach = gradient.reach()
+    if reach is not None:
+        reach = reach * spectra.scale**2
+    elif plan.keep_ratio is not None:  # what the band leaves out is summed too, and dropped afterwards
+        reach = energy.sum(1)
+    else:
+        return torch.zeros((), dtype=energy.dtype, device=energy.device).expand(len(energy))
+    return reach * LEAST_LEFT[gradient.dtype] ** 2
+
+
 def clip(
     spectra: PerSampleSpectra,
     plan: StepPlan,
@@ -63,10 +79,15 @@ def clip(
         name: energies(gradient, views[name]).clamp(min=0) * spectra.scale**2
         for name, gradient in spectra.gradients.items()
     }
-    norms = {}
+    norms: dict[str, Tensor | None] = {}
     for group in plan.groups:
-        parts = [found[n] @ squared_weights[n].to(found[n]) for n in group.blocks if n in found]
-        norms[group.name] = torch.stack(parts).sum(0).sqrt() if parts else None
+        squared, least = [], []
+        for name in (n for n in group.blocks if n in found):
+            weights = squared_weights[name].to(found[name])
+            squared.append(found[name] @ weights)
+            least.append(_least(spectra, name, found[name], plan) * weights.max())
+        both = [torch.stack(parts).sum(0) for parts in (squared, least) if parts]
+        norms[group.name] = torch.maximum(*both).sqrt() if both else None
     present = [n for n in norms.values() if n is not None]
     device = present[0].device if present else None
     kept = torch.ones(spectra.batch, dtype=torch.bool, device=device)

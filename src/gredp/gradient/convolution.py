@@ -14,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gredp.gradient.per_sample import CHUNK, GRAM_ROUNDING, KEPT, Buffer, PerSampleGradient, squares, unit
+from gredp.gradient.per_sample import (
+    CHUNK,
+    GRAM_ROUNDING,
+    KEPT,
+    Buffer,
+    PerSampleGradient,
+    long_enough,
+    squares,
+    unit,
+)
 from gredp.spectrum import fft, grid_energy, mirror, real_basis
 
 
@@ -151,6 +160,12 @@ class Correlation(PerSampleGradient):
 
     def dense(self) -> Tensor:
         return self._materialised().dense()
+
+    def reach(self) -> Tensor:
+        """Each offset of the kernel meets every input at most once."""
+        inputs = squares(self.x if self.mode == "constant" else self.padded)
+        sides = (m.view(self.batch, self.views).sum(1) for m in (inputs, squares(self.gradient)))
+        return math.prod(sides) * math.prod(self.kernel)
 
     def squared_norm(self) -> Tensor:
         if self.batch and _prefer_gram(self._geometry()):
@@ -361,8 +376,8 @@ class Correlation(PerSampleGradient):
         maps, out = (self.views, *self.padded_grid), (self.views, *self.gradient.shape[2:])
         step = max(1, CHUNK // (math.prod(maps) ** 2 * self.groups))
         for part, padded in self._padded_parts(step * self.views):
-            x, x_size = unit(self._side_by_side(padded, channels))
-            g, g_size = unit(self._side_by_side(self.gradient[part], outputs))
+            x, x_size = unit(long_enough(self._side_by_side(padded, channels), channels, outputs))
+            g, g_size = unit(long_enough(self._side_by_side(self.gradient[part], outputs), channels, outputs))
             gram = (x.transpose(1, 2) @ x).view(-1, *maps, *maps)
             right = (g.transpose(1, 2) @ g).flatten(1)
             columns, largest = [], torch.zeros((), device=x.device)

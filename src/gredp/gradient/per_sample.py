@@ -21,8 +21,10 @@ from gredp.spectrum import grid_energy, half_fft, half_ifft, square_modulus, who
 CHUNK = 1 << 20
 #: elements of one layer's materialised gradients that may be kept between the norms and the sum
 KEPT = 1 << 25
-#: rounding of a sum of products of two Gram matrices, relative to the product of their norms
+#: rounding of a sum of products of two Gram matrices, relative to the product of their norms; in single
+#: precision for vectors up to LONG, whose products would be rounded the same way too often beyond
 GRAM_ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
+LONG = 1024
 
 
 class Buffer:
@@ -83,6 +85,13 @@ class PerSampleGradient(ABC):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """`[*shape]`: Σ_b factors_b · gradient_b."""
         return torch.tensordot(factors, self.dense(), 1)
+
+    def reach(self) -> Tensor | None:
+        """`[b]`: a bound on the square of what `weighted_sum` adds up for a record before its terms cancel.
+
+        None where they have cancelled already, because the gradient is materialised.
+        """
+        return None
 
     def folded(self, views: int) -> "PerSampleGradient":
         """Rows of `views` inputs that are one record's become one row, their sum: views first, clip after."""
@@ -170,12 +179,15 @@ class Outer(PerSampleGradient):
         """
         sizes, grams = [], []
         for factor in (self.left, self.right):
-            m, size = unit(factor)
+            m, size = unit(long_enough(factor, self.left.shape[2], self.right.shape[2]))
             grams.append((m @ m.transpose(1, 2)).flatten(1))
             sizes.append(size)
         total = torch.linalg.vecdot(*grams).double().clamp(min=0)
-        margin = (squares(grams[0]) * squares(grams[1])).sqrt() * GRAM_ROUNDING[self.dtype]
+        margin = (squares(grams[0]) * squares(grams[1])).sqrt() * GRAM_ROUNDING[grams[0].dtype]
         return (total + margin) * (sizes[0] * sizes[1]).square()
+
+    def reach(self) -> Tensor | None:
+        return None if self.left.shape[1] == 1 else squares(self.left) * squares(self.right)
 
     def grid_energy(self) -> Tensor:
         positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]
@@ -191,7 +203,9 @@ class Outer(PerSampleGradient):
 
         Sums cancel as they do in `_gram_norm`, and get the same kind of allowance.
         """
-        (left, left_size), (right, right_size) = unit(self.left), unit(self.right)
+        (left, left_size), (right, right_size) = (
+            unit(long_enough(factor, self.left.shape[2])) for factor in (self.left, self.right)
+        )
         gram = left @ left.transpose(1, 2)
         spectra = half_fft(right, 1)
         parts = torch.view_as_real(spectra).flatten(2)  # [b, t, half · 2]
@@ -200,7 +214,7 @@ class Outer(PerSampleGradient):
         own = square_modulus(spectra).sum(1)
         # A transform rounds each coefficient in proportion to all of them, so their mean counts too.
         margin = squares(gram).sqrt()[:, None] * (own + own.mean(1, keepdim=True))
-        energy = (energy + margin * GRAM_ROUNDING[self.dtype]) * (left_size * right_size).square()[:, None]
+        energy = (energy + margin * GRAM_ROUNDING[left.dtype]) * (left_size * right_size).square()[:, None]
         return whole_energy(energy, self.right.shape[2:])
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -248,6 +262,9 @@ class Circulant(PerSampleGradient):
 
     def squared_norm(self) -> Tensor:
         return self.grid_energy().sum(1)
+
+    def reach(self) -> Tensor:
+        return squares(self.left) * squares(self.right) * self.length
 
     def grid_energy(self) -> Tensor:
         if self.left.shape[1] != 1:
@@ -325,6 +342,11 @@ def unit(m: Tensor) -> tuple[Tensor, Tensor]:
     size = torch.linalg.vector_norm(m.flatten(1), ord=math.inf, dim=1)
     size = size.where(size != 0, 1.0)
     return m / size.view(-1, *[1] * (m.dim() - 1)), size.double()
+
+
+def long_enough(m: Tensor, *lengths: int) -> Tensor:
+    """In double precision where a Gram matrix is a matrix of long sums."""
+    return m.double() if max(lengths) > LONG else m
 
 
 def _add_views(rows: Tensor, views: int) -> Tensor:

@@ -6,6 +6,7 @@ returns one `PerSampleGradient` for each of its parameters.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -182,6 +183,13 @@ def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor, call: Call
             ) from None
         raise
     return {n: Dense(v, min(1, v.dim() - 1)) for n, v in dense.items()}
+
+
+def exact(device: torch.device) -> AbstractContextManager[Any]:
+    """Norms and sums as they are allowed for: a user's autocast would round them to half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def full_precision(x: Tensor) -> Tensor:

@@ -47,6 +47,9 @@ class Standardised(PerSampleGradient):
     def keep(self, mask: Tensor) -> "Standardised":
         return replace(self, kernels=self.kernels.keep(mask))
 
+    def reach(self) -> Tensor:
+        return self.kernels.reach() * self.scales.double().square().max()
+
     def squared_norm(self) -> Tensor:
         return self._joined([squares(values) + margin for values, margin in self._parts()])
 
