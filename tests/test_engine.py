@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import BatchMemoryManager, GredpError, ModuleValidator, PrivacyEngine
@@ -290,6 +290,35 @@ def test_shaped_noise_learns_from_releases_only():
     assert torch.equal(weights[0], torch.ones_like(weights[0]))
     assert not torch.equal(weights[1], weights[2])
     assert engine.ledger.steps == 3
+
+
+class Temperature(nn.Module):
+    """A parameter without any axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(25, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(1)) * self.scale
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "padded" not in m])
+def test_a_parameter_without_axes_is_clipped_and_noised_as_any_other(mechanism):
+    x, y = records(8)
+    options = MECHANISMS[mechanism]
+    model, optimizer, _, _ = make_private(Temperature(), (x, y), clip=1e3, **options)
+    one_step(model, optimizer, x, y)
+    plain = copy.deepcopy(model)
+    F.cross_entropy(plain(x), y).backward()
+    if "automatic" not in mechanism:  # nothing is clipped, so the mean gradient comes out
+        assert model.scale.grad == pytest.approx(float(plain.scale.grad), rel=1e-4)
+    model, optimizer, _, _ = make_private(Temperature(), (x, y), noise_multiplier=1e3, **options)
+    draws = []
+    for _ in range(200):
+        one_step(model, optimizer, x, y)
+        draws.append(float(model.scale.grad) * len(x))
+    assert torch.tensor(draws).std() >= 0.75 * 1e3
 
 
 @pytest.mark.parametrize("norm", [np.float32(0.5), torch.tensor(0.5), [np.float32(0.5)]])

@@ -26,6 +26,7 @@ import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
 import test_normalise
 import test_ranks
+import test_rounding
 import test_runs
 import test_schedule
 import test_turns
@@ -33,6 +34,7 @@ import test_views
 
 import test_cyclic
 import test_distributed
+import test_draws
 import test_engine
 import test_randomness
 import test_sampling
@@ -68,6 +70,20 @@ stays_charged = in_a_new_folder(test_runs.test_steps_after_the_last_checkpoint_s
 
 
 MUTANTS = [
+    Mutant(
+        bugs.batches_of_one_model_drawn_again_for_the_next,
+        test_draws.test_two_models_of_one_engine_draw_different_batches,
+    ),
+    Mutant(
+        bugs.every_step_charged_as_a_new_draw,
+        test_draws.test_a_second_step_on_a_batch_is_charged_without_sampling_and_says_so,
+    ),
+    Mutant(bugs.draws_added_up, test_draws.test_batches_of_the_loader_are_not_added_up),
+    Mutant(
+        bugs.terms_that_cancel_not_counted,
+        test_rounding.test_terms_that_cancel_take_nothing_from_other_records,
+        ("circulant", 2.0**40),
+    ),
     Mutant(
         bugs.fft_without_unitary_scaling,
         laws.test_noise_has_the_variance_of_the_certificate,

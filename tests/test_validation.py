@@ -70,6 +70,7 @@ REFUSED = {
     "Embedding with max_norm rewrites its weights": lambda: frozen(nn.Embedding(4, 4, max_norm=1.0)),
     "EmbeddingBag with max_norm": lambda: frozen(nn.EmbeddingBag(4, 4, max_norm=1.0)),
     "Embedding with scale_grad_by_freq.*False": lambda: nn.Embedding(4, 4, scale_grad_by_freq=True),
+    "Linear has complex parameters": lambda: nn.Linear(4, 4, dtype=torch.cfloat),
     "ParametrizationList.*remove the parametrisation": lambda: weight_norm(nn.Linear(4, 4)),
     "LazyLinear has no shapes yet.*one forward": lambda: nn.LazyLinear(4),
     "LazyConv2d has no shapes yet": lambda: nn.LazyConv2d(4, 3),
@@ -686,3 +687,49 @@ def test_parameters_of_model_and_optimiser_must_agree():
         PrivacyEngine().make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **settings
         )
+
+
+def test_a_layer_that_comes_after_make_private_is_refused():
+    x = torch.randn(4, 3)
+    model, optimizer, _ = make_private(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), x)
+    model[1] = nn.Linear(3, 2)
+    backward(model, x)
+    with pytest.raises(GredpError, match=r"parameter 1\.weight came after make_private"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "words"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), "takes a sum, but loss_reduction is 'mean'"),
+        (nn.CrossEntropyLoss(weight=torch.ones(2)), "couples records"),
+    ],
+)
+def test_a_criterion_that_couples_records_is_refused(criterion, words):
+    with pytest.raises(GredpError, match=words):
+        make_private(nn.Linear(3, 2), torch.randn(4, 3), criterion=criterion, grad_sample_mode="ghost")
+
+
+def test_what_is_no_loader_or_steps_in_its_own_way_is_refused():
+    model = nn.Linear(3, 2)
+    settings = {"module": model, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    with pytest.raises(GredpError, match="need a torch DataLoader, not a list"):
+        PrivacyEngine().make_private(
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0), data_loader=[1], **settings
+        )
+    with pytest.raises(GredpError, match="LBFGS evaluates the loss several times"):
+        PrivacyEngine().make_private(
+            optimizer=torch.optim.LBFGS(model.parameters()),
+            data_loader=DataLoader(TensorDataset(torch.randn(4, 3))),
+            **settings,
+        )
+
+
+def test_hooks_of_the_optimiser_are_called():
+    x, called = torch.randn(4, 3), []
+    model, optimizer, _ = make_private(nn.Linear(3, 2), x)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    backward(model, x)
+    optimizer.step()
+    assert called == ["before", "after"]

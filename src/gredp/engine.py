@@ -136,7 +136,9 @@ class PrivacyEngine:
         | several processes | train as one, from the first one's weights; if told different things: refused |
         | correlation_bands·q above 1; correlation_bands with `claim="paper"`, plain or a schedule | refused |
         """
-        if self.secure_mode and not (noise_generator is None and data_loader.generator is None):
+        if self.secure_mode and not (
+            noise_generator is None and getattr(data_loader, "generator", None) is None
+        ):
             raise GredpError(
                 "secure_mode takes noise and batches from the engine's secret: give neither a "
                 "noise_generator nor a data loader with a generator"
@@ -145,6 +147,7 @@ class PrivacyEngine:
         chosen = mechanism(method, noise, claim, clipping, correlation_bands, **options)
         schedule = _schedule(noise_schedule, correlation_bands)
         _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
+        _check_criterion(criterion, loss_reduction)
         if views != 1 and chosen.transform == "padded":
             raise GredpError(
                 "several views of a record have no padded spectrum of product form: use grid 'kernel'"
@@ -537,6 +540,18 @@ def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: boo
         )
 
 
+def _check_criterion(criterion: Any, loss_reduction: str) -> None:
+    reduction = getattr(criterion, "reduction", loss_reduction)
+    if reduction != loss_reduction:
+        raise GredpError(f"the criterion takes a {reduction}, but loss_reduction is {loss_reduction!r}")
+    weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
+    if weighted and reduction == "mean":
+        raise GredpError(
+            "the criterion divides by the weights of the classes that were drawn, which couples records: "
+            "weigh the records' own losses and take their mean"
+        )
+
+
 def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     errors = validate(module)
     if errors:
@@ -547,6 +562,10 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         )
     if isinstance(optimizer, PrivateOptimizer):
         raise GredpError("this optimiser is private already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise GredpError(
+            "LBFGS evaluates the loss several times in a step: use an optimiser that does so once"
+        )
     names = {id(p): n for n, p in module.named_parameters()}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = stepped - set(names)

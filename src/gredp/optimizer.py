@@ -83,7 +83,7 @@ class PrivateOptimizer(Optimizer):
         self.split = split
         self._turn: int | None = None
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
-        self._frozen = {name: p for name, p in module.named_parameters() if name not in step.views}
+        self._frozen = {name for name, _ in module.named_parameters() if name not in step.views}
         self._skip = self._awaited = self._in_parts = False
         #: records of each of the loader's batches that no step has used; None before it handed out any
         self._unused: deque[float] | None = None
@@ -144,6 +144,12 @@ class PrivateOptimizer(Optimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.original_optimizer.defaults = defaults
 
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.original_optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.original_optimizer.register_step_post_hook(hook)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise GredpError("parameters cannot join a private optimiser: their gradients would not be certified")
 
@@ -160,9 +166,8 @@ class PrivateOptimizer(Optimizer):
 
     def expect_batch(self, records: float) -> None:
         """A whole batch is handed out: one step may use it. Others may be fetched ahead, or left out."""
-        self._unused = self._unused or deque()
-        self._unused.append(records)
-        self._drawn = max(self._unused)
+        unused = deque([*(self._unused or ()), records])
+        self._unused, self._drawn = unused, max(unused)
         self._handed_out += 1
 
     def expect_part(self, last: bool, turn: int, records: float = math.inf) -> None:
@@ -199,12 +204,7 @@ class PrivateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad or parameter.grad is not None:
-                raise GredpError(
-                    f"parameter {name} was unfrozen after make_private: its gradient would be neither "
-                    "clipped nor noised; unfreeze first, then make the model private"
-                )
+        self._refuse_strangers()
         if world_size() != self._processes:
             raise GredpError(
                 f"{world_size()} processes, but {self._processes} when the model was made private: "
@@ -248,6 +248,17 @@ class PrivateOptimizer(Optimizer):
         if self.average is not None:
             self.average.update_parameters(self.capture.module)
         return loss
+
+    def _refuse_strangers(self) -> None:
+        """Parameters that would move without a certificate, or stay where they are without a word."""
+        for name, parameter in self.capture.module.named_parameters():
+            ours = self._parameters.get(name) is parameter
+            if not ours and (parameter.requires_grad or parameter.grad is not None):
+                came = "was unfrozen" if name in self._frozen else "came"
+                raise GredpError(
+                    f"parameter {name} {came} after make_private: its gradient would be neither clipped nor "
+                    "noised; change the model first, then make it private"
+                )
 
     def _release(self) -> dict[str, Tensor]:
         """Charge the step, then noise the sum."""

@@ -151,6 +151,8 @@ def poisson_loader(
 
     With a `split` its parts take turns, and the loader tells the optimiser whose turn it is.
     """
+    if not isinstance(loader, DataLoader):
+        raise GredpError(f"Poisson batches need a torch DataLoader, not a {type(loader).__name__}")
     if isinstance(loader.batch_sampler, CyclicBatchSampler) or (
         split is not None and isinstance(loader.batch_sampler, PoissonBatchSampler)
     ):

@@ -238,7 +238,8 @@ class BlockView:
         """`[group_count]` weights → `[*half]`, the half of the grid that spectra are kept over."""
         if self.groups is None:
             return weights.reshape([1] * self.axes)
-        return weights[self.groups.to(weights.device)].view(self.block.grid)[..., : self.length // 2 + 1]
+        whole = weights[self.groups.to(weights.device)].view(self.block.grid)
+        return whole[..., : self.length // 2 + 1] if self.axes else whole
 
     @property
     def length(self) -> int:
@@ -248,13 +249,13 @@ class BlockView:
     def noise_parts(self, a: float, b: float) -> Tensor:
         """`[last axis of the half, 2]`: deviations of real and imaginary noise on each coefficient kept.
 
-        They stand for a and b on *every* coefficient: the real part of the inverse sees noise τ through
-        (τ_k + conj τ_−k)/2 alone, of half the variance. The coefficients that have both k and −k in
-        the half are averaged by the inverse itself.
+        `[2]` for a block without axes. They stand for a and b on *every* coefficient: the real part of the
+        inverse sees noise τ through (τ_k + conj τ_−k)/2 alone, of half the variance. The coefficients that
+        have both k and −k in the half are averaged by the inverse itself.
         """
         parts = torch.full((self.length // 2 + 1, 2), math.sqrt(0.5), dtype=torch.float64)
         parts[list(own_mirrors(self.length))] = 1.0
-        return parts * torch.tensor([a, b], dtype=torch.float64)
+        return (parts if self.axes else parts[0]) * torch.tensor([a, b], dtype=torch.float64)
 
     def spectrum(self, total: Tensor) -> Tensor:
         """The summed block as a spectrum; a padded sum is one already."""

@@ -23,6 +23,8 @@ def problem(layer: nn.Module) -> str | None:
     """Why this layer cannot be trained privately, or None."""
     kind = type(layer).__name__
     trainable = any(p.requires_grad for p in layer.parameters(recurse=False))
+    if any(p.requires_grad and p.is_complex() for p in layer.parameters(recurse=False)):
+        return f"{kind} has complex parameters, which have no rule: keep real and imaginary parts as two"
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         if trainable or layer.training or not layer.track_running_stats:
             return (

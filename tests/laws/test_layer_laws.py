@@ -403,6 +403,53 @@ class TiedAutoencoder(nn.Module):
         return self.decode(torch.tanh(self.encode(x)))
 
 
+class TiedUnderTheRoot(nn.Module):
+    """Tied weights below a parameter of the root's own, which the generic rule covers together."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(5, 4))
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(ids) + self.places))
+
+
+class Scaled(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.randn(3)), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale
+
+
+class WithinAndWithout(nn.Module):
+    """A layer that is used by itself and within another that has no rule."""
+
+    def __init__(self, first: str):
+        super().__init__()
+        layer = nn.Linear(3, 3)
+        for name in (first, "layer" if first == "scaled" else "scaled"):
+            setattr(self, name, layer if name == "layer" else Scaled(layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(torch.tanh(self.layer(x)))
+
+
+@pytest.mark.parametrize("first", ["layer", "scaled"])
+def test_a_layer_within_and_without_another_counts_once_for_each_use(first):
+    torch.manual_seed(1)
+    model, x = WithinAndWithout(first).double(), torch.randn(4, 3).double()
+    assert_equals_the_loop(model, x)
+
+
+def test_tied_weights_under_the_generic_rule():
+    torch.manual_seed(1)
+    assert_equals_the_loop(TiedUnderTheRoot().double(), torch.randint(6, (3, 5)))
+
+
 def test_table_tied_to_the_last_layer():
     torch.manual_seed(1)
     model, ids = TiedText().double(), torch.randint(6, (3, 5))

@@ -3,6 +3,7 @@
 The self-test plants them one by one and shows that the auditor notices. Never call one outside of a test.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,6 +123,7 @@ def clip_of_the_mean_loss(patch: Patch) -> None:
 def views_clipped_one_by_one(patch: Patch) -> None:
     """Each view of a record is bounded by itself, so that K of them move the sum by up to K·C."""
     patch.setattr(capture.Capture, "views", property(lambda self: 1, lambda self, views: None))
+    patch.setattr(optimizer.PrivateOptimizer, "_drawn", property(lambda self: math.inf, lambda *_: None))
 
 
 def views_of_a_record_torn_apart(patch: Patch) -> None:
@@ -337,13 +339,7 @@ def a_linear_norm_that_misses_its_input(patch: Patch) -> None:
 
 
 def unfrozen_parameters_stepped(patch: Patch) -> None:
-    honest = optimizer.PrivateOptimizer.__init__
-
-    def init(self, *rest, **options):
-        honest(self, *rest, **options)
-        self._frozen = {}
-
-    patch.setattr(optimizer.PrivateOptimizer, "__init__", init)
+    patch.setattr(optimizer.PrivateOptimizer, "_refuse_strangers", lambda self: None)
 
 
 def noise_repeated_after_a_restart(patch: Patch) -> None:
@@ -567,6 +563,40 @@ def another_split_after_a_restart(patch: Patch) -> None:
 def batches_out_of_turn_let_through(patch: Patch) -> None:
     """The turns shift against the noise: a record takes part again a step too early."""
     patch.setattr(optimizer.PrivateOptimizer, "_turn", property(lambda self: self.next_turn, lambda *_: None))
+    patch.setattr(optimizer.PrivateOptimizer, "_unused", property(lambda self: None, lambda *_: None))
+
+
+# ------------------------------------------------------------------ steps and draws
+
+
+def batches_of_one_model_drawn_again_for_the_next(patch: Patch) -> None:
+    """Every sampler numbers its draws from one, under a secret that the models of an engine share."""
+    honest = sampling.PoissonBatchSampler.__init__
+
+    def init(self, *rest, **options):
+        honest(self, *rest, **options)
+        self.asked = itertools.count(1)
+
+    patch.setattr(sampling.PoissonBatchSampler, "__init__", init)
+    patch.setattr(
+        sampling.PoissonBatchSampler,
+        "_uniform",
+        lambda self, count: self.secret.uniform(count, "batches", next(self.asked)),
+    )
+
+
+def every_step_charged_as_a_new_draw(patch: Patch) -> None:
+    patch.setattr(optimizer.PrivateOptimizer, "_unused", property(lambda self: None, lambda *_: None))
+
+
+def draws_added_up(patch: Patch) -> None:
+    """A record may be in each of them, and is charged for one."""
+    patch.setattr(optimizer.PrivateOptimizer, "_refuse_twice", lambda self: None)
+
+
+def terms_that_cancel_not_counted(patch: Patch) -> None:
+    """A record of huge opposite terms has no norm, and goes into the sum as it is."""
+    patch.setattr(clip, "LEAST_LEFT", dict.fromkeys(clip.LEAST_LEFT, 0.0))
 
 
 # ------------------------------------------------------------------ steps written from scratch

@@ -118,6 +118,7 @@ class Capture:
         self._batch: int | None = None
         self._pass = 0
         self._paused = False
+        self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
         self._buffers: dict[str, Tensor] = {}
         #: of the model before its forward, and after the last backward that was taken
@@ -145,9 +146,12 @@ class Capture:
         def before(layer: nn.Module, args: Any) -> None:
             if capture._active(layer):
                 capture._silence(layer)
+                if capture._by_layer[layer].rule is None:
+                    capture._within = layer
 
         def after(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
             if capture._active(layer):
+                capture._within = None
                 capture._restore(layer)
                 return capture._watch(layer, args, kwargs, out)
             return None
@@ -179,7 +183,11 @@ class Capture:
 
     def _active(self, layer: nn.Module) -> bool:
         return (
-            layer in self._by_layer and self.module.training and torch.is_grad_enabled() and not self._paused
+            layer in self._by_layer
+            and self.module.training
+            and torch.is_grad_enabled()
+            and not self._paused
+            and self._within in (None, layer)
         )
 
     @contextmanager

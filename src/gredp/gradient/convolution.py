@@ -164,8 +164,8 @@ class Correlation(PerSampleGradient):
     def reach(self) -> Tensor:
         """Each offset of the kernel meets every input at most once."""
         inputs = squares(self.x if self.mode == "constant" else self.padded)
-        sides = (m.view(self.batch, self.views).sum(1) for m in (inputs, squares(self.gradient)))
-        return math.prod(sides) * math.prod(self.kernel)
+        left, right = (m.view(self.batch, self.views).sum(1) for m in (inputs, squares(self.gradient)))
+        return left * right * math.prod(self.kernel)
 
     def squared_norm(self) -> Tensor:
         if self.batch and _prefer_gram(self._geometry()):

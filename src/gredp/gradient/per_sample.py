@@ -339,7 +339,8 @@ def squares(m: Tensor) -> Tensor:
 
 def unit(m: Tensor) -> tuple[Tensor, Tensor]:
     """`[b, *]` → the same with each record's largest entry brought to 1, and `[b]` these entries."""
-    size = torch.linalg.vector_norm(m.flatten(1), ord=math.inf, dim=1)
+    flat = m.flatten(1)
+    size = torch.linalg.vector_norm(flat, ord=math.inf, dim=1) if flat.shape[1] else flat.new_zeros(len(m))
     size = size.where(size != 0, 1.0)
     return m / size.view(-1, *[1] * (m.dim() - 1)), size.double()
 

@@ -159,10 +159,7 @@ def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor, call: Call
     if x.shape[0] == 0:
         return {n: Dense(g.new_zeros(0, *shape), min(1, len(shape))) for n, shape in shapes.items()}
     leaves, spec, place = call
-    state = {
-        n: full_precision(t.detach())
-        for n, t in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers())
-    }
+    state = {n: full_precision(t.detach()) for n, t in (*layer.named_parameters(), *layer.named_buffers())}
     values = {n: state[n] for n in names}
 
     def one_record(record: Tensor, out: Tensor) -> dict[str, Tensor]:
