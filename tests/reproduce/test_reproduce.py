@@ -79,6 +79,8 @@ def test_the_papers_figures_stand_beside_the_right_cells():
     assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30, 0, {"clip_norm": 0.1})) == 96.4
     assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30, 0, {"batch_size": 2048})) == 93.51
     assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30, 0, {"lr": 0.1})) == 80.18
+    assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30)) == 96.73
+    assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30), "lr") == 96.66
     assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30, 0, {"lr": 0.1, "batch_size": 64})) is None
     # The paper's own margins (section 5.2.3) and tables agree.
     model3 = FROM_SCRATCH["model3"]

@@ -191,7 +191,7 @@ class Plan:
             yield self.cell(network, row, 2.0 if row != "plain" else self.networks[network])
 
     def ablation(self, setting: str, values: Iterable[object]) -> Iterator[Cell]:
-        """On LeNet-5 at ε = 2, as far as the paper's text gives numbers."""
+        """On LeNet-5 at ε = 2, for which the paper's text gives most numbers."""
         first = [network for network in self.networks if network.startswith("lenet")]
         for network, value, row in product(first, values, self.rows(BOTH)):
             yield self.cell(network, row, 2.0, 0, **{setting: value})

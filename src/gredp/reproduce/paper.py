@@ -1,6 +1,6 @@
 """What the paper prints, in percent, with the place where it does. Its ε are claims."""
 
-#: Table 1 and the text of section 5.2: network → row → ε → accuracy. Where the two disagree, the table's.
+#: Table 1 and the text of section 4.2: network → row → ε → accuracy. Where the two disagree, the table's.
 FROM_SCRATCH: dict[str, dict[str, dict[float, float]]] = {
     "lenet5": {
         "plain": {0: 98.72},
