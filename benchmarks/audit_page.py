@@ -39,8 +39,8 @@ of them refuted.
 
 {table}
 
-- **proven** claims are ours. The audited value lies below them, as it must, and not far below: the attack
-  is strong.
+- **proven** claims are ours. The audited value lies below them, as it must: not far below for
+  steps without sampling, where the attack is strong, and further below where batches are sampled.
 - **paper** claims take σ for the noise multiplier, as Theorem 3 of the paper does. The attack shows more
   than they allow for Theorem 1's noise, for real noise only (along odd directions there is none at all),
   for the same clipping norm in each layer (Algorithm 2), and for Spectral-DP. What is refuted is that each
