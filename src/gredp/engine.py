@@ -31,6 +31,7 @@ from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret, Split
+from gredp.request import check_criterion, check_parameters, check_request, checked_schedule, whole_bands
 from gredp.sampling import (
     CyclicBatchSampler,
     EmptyBatches,
@@ -43,9 +44,6 @@ from gredp.training.average import WeightAverage
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
 from gredp.training.run_folder import Checkpoint, RunFolder
 from gredp.validation import validate
-
-#: modes of Opacus that differ in how gradients are computed, not in what is computed
-GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
 
 
 class PrivacyEngine:
@@ -143,16 +141,16 @@ class PrivacyEngine:
                 "secure_mode takes noise and batches from the engine's secret: give neither a "
                 "noise_generator nor a data loader with a generator"
             )
-        correlation_bands = _whole(correlation_bands)
+        correlation_bands = whole_bands(correlation_bands)
         chosen = mechanism(method, noise, claim, clipping, correlation_bands, **options)
-        schedule = _schedule(noise_schedule, correlation_bands)
-        _check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
-        _check_criterion(criterion, loss_reduction)
+        schedule = checked_schedule(noise_schedule, correlation_bands)
+        check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
+        check_criterion(criterion, loss_reduction)
         if views != 1 and chosen.transform == "padded":
             raise GredpError(
                 "several views of a record have no padded spectrum of product form: use grid 'kernel'"
             )
-        _check_parameters(module, optimizer)
+        check_parameters(module, optimizer)
         split = self._new_split(correlation_bands) if correlation_bands > 1 else None
         loader = poisson_loader(data_loader, sample_rate, self.secret, views, split)
         sampler = loader.batch_sampler
@@ -237,18 +235,18 @@ class PrivacyEngine:
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
-        _check_parameters(module, optimizer)
+        check_parameters(module, optimizer)
         loader = poisson_loader(data_loader, sample_rate, self.secret, views)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         steps, spent = int(epochs) * sampler.steps, self.ledger.entries
-        schedule = _schedule(noise_schedule, correlation_bands)
+        schedule = checked_schedule(noise_schedule, correlation_bands)
         if correlation_bands == "auto":
             momentum = optimizer.param_groups[0].get("momentum", 0.0)
             correlation_bands = choose_bands(
                 target_epsilon, target_delta, sampler.sample_rate, steps, momentum, spent
             )
-        bands = _whole(correlation_bands)
+        bands = whole_bands(correlation_bands)
         rate = check_bands(bands, sampler.sample_rate)
         if claim == "paper" and not schedule.constant:
             raise GredpError("the paper's noise is the same in every step: schedule it under claim 'proven'")
@@ -508,84 +506,6 @@ def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
         "split": held[0].split(),
     }
     return facts, checkpoint.tensors
-
-
-def _whole(bands: int | str) -> int:
-    if not isinstance(bands, int | float) or not float(bands).is_integer():
-        hint = ": a number is chosen for a target epsilon only" if bands == "auto" else ""
-        raise GredpError(f"correlation_bands must be a whole number, not {bands!r}{hint}")
-    return int(bands)
-
-
-def _schedule(stages: Sequence[tuple[int, float]] | NoiseSchedule | None, bands: int | str) -> NoiseSchedule:
-    """Refused where it would change noise that later steps take back: the proof has one deviation for all."""
-    schedule = NoiseSchedule.of(stages)
-    if bands != 1 and not schedule.constant:
-        raise GredpError("nothing is proven for a noise schedule with correlation bands: take one of the two")
-    return schedule
-
-
-def _check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool, mode: str) -> None:
-    if not batch_first:
-        raise GredpError("batch_first=False is not supported: put the batch in the first dimension")
-    if loss_reduction not in ("mean", "sum"):
-        raise GredpError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
-    if not poisson_sampling:
-        raise GredpError(
-            "poisson_sampling=False is not offered: the accountant's ε holds for Poisson batches only"
-        )
-    if mode not in GRAD_SAMPLE_MODES:
-        raise GredpError(
-            f"grad_sample_mode {mode!r} is not offered: {', '.join(GRAD_SAMPLE_MODES)} all mean the same"
-        )
-
-
-def _check_criterion(criterion: Any, loss_reduction: str) -> None:
-    reduction = getattr(criterion, "reduction", loss_reduction)
-    if reduction != loss_reduction:
-        raise GredpError(f"the criterion takes a {reduction}, but loss_reduction is {loss_reduction!r}")
-    weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
-    if weighted and reduction == "mean":
-        raise GredpError(
-            "the criterion divides by the weights of the classes that were drawn, which couples records: "
-            "weigh the records' own losses and take their mean"
-        )
-
-
-def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    errors = validate(module)
-    if errors:
-        raise errors[0]
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise GredpError(
-            "DistributedDataParallel would add up gradients that were not clipped: give the model itself"
-        )
-    if isinstance(optimizer, PrivateOptimizer):
-        raise GredpError("this optimiser is private already")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise GredpError(
-            "LBFGS evaluates the loss several times in a step: use an optimiser that does so once"
-        )
-    names = {id(p): n for n, p in module.named_parameters()}
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    foreign = stepped - set(names)
-    if foreign:
-        raise GredpError(f"{len(foreign)} of the optimiser's parameters do not belong to the model")
-    trainable = {id(p) for p in module.parameters() if p.requires_grad}
-    loose = [names[i] for i in names if i in trainable - stepped]
-    if loose:
-        raise GredpError(
-            f"parameter {loose[0]} is trainable but not given to the optimiser: "
-            "freeze it with requires_grad_(False), or add it"
-        )
-    if not trainable:
-        raise GredpError("the model has no trainable parameter")
-    if any(h for p in module.parameters() for h in (p._backward_hooks or {}).values() if _is_ours(h)):
-        raise GredpError("this model is private already: call engine.detach() before making it private again")
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "gredp.gradient.capture"
 
 
 def _expected_batch_size(loader: DataLoader[Any], sampler: PoissonBatchSampler) -> float:

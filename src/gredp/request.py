@@ -1,0 +1,96 @@
+"""What `make_private` is asked for, refused in one line where it cannot be certified."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gredp.errors import GredpError
+from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.schedule import NoiseSchedule
+from gredp.validation import validate
+
+#: modes of Opacus that differ in how gradients are computed, not in what is computed
+GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
+
+
+def whole_bands(bands: int | str) -> int:
+    if not isinstance(bands, int | float) or not float(bands).is_integer():
+        hint = ": a number is chosen for a target epsilon only" if bands == "auto" else ""
+        raise GredpError(f"correlation_bands must be a whole number, not {bands!r}{hint}")
+    return int(bands)
+
+
+def checked_schedule(
+    stages: Sequence[tuple[int, float]] | NoiseSchedule | None, bands: int | str
+) -> NoiseSchedule:
+    """Refused where it would change noise that later steps take back: the proof has one deviation for all."""
+    schedule = NoiseSchedule.of(stages)
+    if bands != 1 and not schedule.constant:
+        raise GredpError("nothing is proven for a noise schedule with correlation bands: take one of the two")
+    return schedule
+
+
+def check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool, mode: str) -> None:
+    if not batch_first:
+        raise GredpError("batch_first=False is not supported: put the batch in the first dimension")
+    if loss_reduction not in ("mean", "sum"):
+        raise GredpError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
+    if not poisson_sampling:
+        raise GredpError(
+            "poisson_sampling=False is not offered: the accountant's ε holds for Poisson batches only"
+        )
+    if mode not in GRAD_SAMPLE_MODES:
+        raise GredpError(
+            f"grad_sample_mode {mode!r} is not offered: {', '.join(GRAD_SAMPLE_MODES)} all mean the same"
+        )
+
+
+def check_criterion(criterion: Any, loss_reduction: str) -> None:
+    reduction = getattr(criterion, "reduction", loss_reduction)
+    if reduction != loss_reduction:
+        raise GredpError(f"the criterion takes a {reduction}, but loss_reduction is {loss_reduction!r}")
+    weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
+    if weighted and reduction == "mean":
+        raise GredpError(
+            "the criterion divides by the weights of the classes that were drawn, which couples records: "
+            "weigh the records' own losses and take their mean"
+        )
+
+
+def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    errors = validate(module)
+    if errors:
+        raise errors[0]
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise GredpError(
+            "DistributedDataParallel would add up gradients that were not clipped: give the model itself"
+        )
+    if isinstance(optimizer, PrivateOptimizer):
+        raise GredpError("this optimiser is private already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise GredpError(
+            "LBFGS evaluates the loss several times in a step: use an optimiser that does so once"
+        )
+    names = {id(p): n for n, p in module.named_parameters()}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    foreign = stepped - set(names)
+    if foreign:
+        raise GredpError(f"{len(foreign)} of the optimiser's parameters do not belong to the model")
+    trainable = {id(p) for p in module.parameters() if p.requires_grad}
+    loose = [names[i] for i in names if i in trainable - stepped]
+    if loose:
+        raise GredpError(
+            f"parameter {loose[0]} is trainable but not given to the optimiser: "
+            "freeze it with requires_grad_(False), or add it"
+        )
+    if not trainable:
+        raise GredpError("the model has no trainable parameter")
+    if any(h for p in module.parameters() for h in (p._backward_hooks or {}).values() if _is_ours(h)):
+        raise GredpError("this model is private already: call engine.detach() before making it private again")
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "gredp.gradient.capture"
