@@ -115,6 +115,7 @@ def test_several_processes_and_signals_release_nothing(tmp_path, monkeypatch):
         (["--batch-size", "1400"], "larger than the"),
         (["--noise-schedule", "0.5"], "no --noise-schedule"),
         (["--correlation-bands", "2"], "no --correlation-bands"),
+        (["--track", "csv"], "losing trials and their number must stay unseen"),
     ],
 )
 def test_wrong_choices_are_refused_in_one_line(capsys, arguments, words):

@@ -1,6 +1,7 @@
 """What a training run is told. Checked before any data is read; no torch."""
 
 import math
+import shlex
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -230,14 +231,20 @@ class TrainSettings:
             raise GredpError(
                 "--resume goes on in the folder of the run: give neither --out nor --fork with it"
             )
-        for field in fields(self):
+        changed = self.changed(saved)
+        if changed is not None:
+            raise GredpError(
+                f"{self.resume} was started with {changed}: a run goes on as it began; to change it, start a "
+                f"new run with --fork {shlex.quote(self.resume or '')}"
+            )
+
+    def changed(self, saved: "TrainSettings") -> str | None:
+        """The first option that matters and is not as it was, with both values."""
+        for field in fields(TrainSettings):
             was, told = getattr(saved, field.name), getattr(self, field.name)
             if was != told and field.name not in MAY_CHANGE:
-                option = field.name.replace("_", "-")
-                raise GredpError(
-                    f"{self.resume} was started with --{option} {was}, not {told}: a run goes on as it "
-                    f"began; to change it, start a new run with --fork {self.resume}"
-                )
+                return f"--{field.name.replace('_', '-')} {was}, not {told}"
+        return None
 
 
 def saved_settings(folder: str) -> TrainSettings:

@@ -52,6 +52,10 @@ class TuneSettings(TrainSettings):
             raise GredpError(f"--score-share must lie strictly between 0 and 1, not {self.score_share}")
         if self.validation or self.pretrained is not None:
             raise GredpError("gredp tune takes neither --validation nor --pretrained")
+        if self.recipe is not None:
+            raise GredpError("gredp tune takes no --recipe: say its settings as options")
+        if self.track:
+            raise GredpError("gredp tune takes no --track: losing trials and their number must stay unseen")
         if self.claim != "proven" or self.method == "plain":
             raise GredpError(
                 "a private choice needs private trials: --claim proven and another method than plain"
