@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from gredp.cli import main
+from gredp.console import table
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
 
@@ -148,6 +149,14 @@ def test_training_prints_accuracy_epsilon_and_place(capsys, tmp_path):
     out = capsys.readouterr().out
     for word in ("test accuracy", "proven ε", "accountant", "noise multiplier", "steps", "run"):
         assert word in out
+
+
+def test_tables_show_names_as_they_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    table("of [/b]", [("run", "r/a[/b] [red]x :tada:")], ("[/i]", "[bold]"))
+    out = capsys.readouterr().out
+    for words in ("of [/b]", "r/a[/b] [red]x :tada:", "[/i]", "[bold]"):
+        assert words in out
 
 
 def test_the_seed_fixes_the_start_but_never_the_noise(capsys, tmp_path):

@@ -84,6 +84,20 @@ def test_options_that_say_the_usual_reach_every_run_of_a_recipe():
     assert told("--recipe", "mnist")[0].epochs == 30
 
 
+def test_json_is_all_that_is_printed_and_an_impossible_place_is_one_line(tmp_path, monkeypatch, capsys):
+    found = {"dpsgd": records([0.8, 0.9])}
+    monkeypatch.setattr("gredp.compare.run_jobs", lambda *_: None)
+    monkeypatch.setattr("gredp.compare._records", lambda out, trials, method: found[method])
+    main(["compare", "--methods", "dpsgd", "--json", "--out", str(tmp_path / "c")])
+    assert json.loads(capsys.readouterr().out)["methods"]["dpsgd"]["accuracies"] == [0.8, 0.9]
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", "--out", str(tmp_path / "file" / "c")])
+    assert stop.value.code == 2
+    assert "cannot be made: Not a directory" in capsys.readouterr().err
+
+
 def test_runs_of_other_settings_are_not_taken_for_these(tmp_path):
     """Left by an interrupted comparison, or by one whose records were removed: nothing is started."""
     _, given = told("--epsilon", "8")

@@ -1,7 +1,9 @@
 """The command line. Imports stay inside the commands, so that `gredp --help` does not wait for torch."""
 
 import os
+import shlex
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,7 +140,8 @@ def _try_report(folder: Path) -> Path | None:
     try:
         return write_report([folder])
     except Exception as error:
-        warnings.warn(f"no report was written ({one_line(error)}): try gredp report {folder}", stacklevel=2)
+        again = f"gredp report {shlex.quote(str(folder))}"
+        warnings.warn(f"no report was written ({one_line(error)}): try {again}", stacklevel=2)
         return None
 
 
@@ -211,6 +214,8 @@ def run_ledger(settings: LedgerSettings) -> None:
 
 
 def run_data(settings: DataSettings) -> None:
+    from gredp.training.record import dumps
+
     if (settings.action == "list") == (settings.name is not None):
         raise GredpError("it is `gredp data get NAME`, `gredp data list` or `gredp data schema PUBLIC.csv`")
     if settings.action == "schema":
@@ -218,11 +223,11 @@ def run_data(settings: DataSettings) -> None:
             raise GredpError("`gredp data schema` needs --label, the column to predict")
         from gredp.data.tables import propose
 
-        print(propose(Path(settings.name or ""), settings.label), end="")
+        proposed = propose(Path(settings.name or ""), settings.label)
+        print(dumps(tomllib.loads(proposed)) + "\n" if settings.json else proposed, end="")
         return
     from gredp.console import table
     from gredp.data.fetch import get, listing
-    from gredp.training.record import dumps
 
     if settings.name is not None:
         path, words = get(settings.name, settings.data_dir)

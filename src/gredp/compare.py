@@ -17,7 +17,7 @@ import numpy as np
 from gredp.errors import GredpError
 from gredp.privacy.accountant import round_up
 from gredp.training.jobs import JUDGED_BY, Bar, command, read_record, run_jobs
-from gredp.training.record import header, save
+from gredp.training.record import dumps, header, save
 from gredp.training.settings import OF_ONE_START, TrainSettings
 
 Name = Literal["plain", "dpsgd", "spectral-dp", "gredp", "shaped"]
@@ -111,7 +111,11 @@ def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
         run_jobs(trials, out, out / "runs", workers, {}, watch)
     result = summary({name: _records(out, trials, name) for name in settings.methods})
     save(out / "comparison.json", header() | {"settings": told} | result)
-    _show(result, out)
+    draw(result, out / "comparison.svg")
+    if settings.json:
+        print(dumps(result | {"record": str(out / "comparison.json")}))
+    else:
+        _show(result, out)
 
 
 def _refuse_another(out: Path, trials: Sequence[Trial]) -> None:
@@ -201,7 +205,6 @@ def _show(result: dict[str, Any], out: Path) -> None:
     ]
     if pairs:
         table("differences, points", pairs, ("pair", "difference", "95 % interval", "p (Holm)", "verdict"))
-    draw(result, out / "comparison.svg")
     print(f"record: {out / 'comparison.json'}\nfigure: {out / 'comparison.svg'}")
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from gredp.data import hold_out, load
 from gredp.data.holdout import held_out
 from gredp.data.tables import encode, propose, read_schema
 from gredp.errors import GredpError
+from gredp.training.signals import Stopped
 
 RNG = np.random.default_rng(0)
 SCHEMA = """
@@ -156,6 +158,8 @@ def test_the_schema_of_a_public_table_reads_that_table(tmp_path, capsys):
     main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income"])
     text = capsys.readouterr().out
     assert "must be public" in text
+    main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income", "--json"])
+    assert json.loads(capsys.readouterr().out) == tomllib.loads(text)
     path = table(tmp_path, schema=text)
     schema = read_schema(path)
     assert schema.numeric == {"age": (20, 60), "hours": (-3, 10), "id": (1, 4)}
@@ -402,6 +406,16 @@ def test_bad_folders_are_refused_in_one_line(tmp_path, capsys, kind, words):
     _bad(root, kind)
     assert words in refused(capsys, "--dataset", str(root), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_images_are_read_is_no_damage(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise Stopped(2)
+
+    root = folders(tmp_path / "pets")
+    monkeypatch.setattr(Image, "open", stopped)
+    with pytest.raises(Stopped, match="SIGINT"):
+        load(str(root))
 
 
 def test_enormous_images_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -156,9 +157,8 @@ def _write(front: Front, images: "Tensor | Stored", path: Path, what: str) -> No
     """By plain writes: a full disk under a mapped file would end the process."""
     count = len(images)
     console = Console(stderr=True)
-    starts = track(
-        range(0, count, BATCH), what, console=console, transient=True, disable=not console.is_terminal
-    )
+    quiet = not console.is_terminal
+    starts = track(range(0, count, BATCH), escape(what), console=console, transient=True, disable=quiet)
     with path.open("xb") as file:
         for start in starts:
             values = front(images[list(range(start, min(start + BATCH, count)))])

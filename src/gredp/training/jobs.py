@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gredp.errors import GredpError
+from gredp.sealed import cannot, make_folder
 from gredp.training.arguments import resolved
 from gredp.training.record import save
 from gredp.training.settings import FILE, TrainSettings, saved_settings
@@ -98,6 +99,8 @@ def run_jobs(
     waiting = [job for job in jobs if not record_file(out, job).exists()]
     for job in waiting:
         _refuse_another(job, runs / job.name)
+    make_folder(out)
+    make_folder(runs)
     total, finished, done = sum(job.work for job in waiting), len(jobs) - len(waiting), 0.0
     running: list[tuple[Job, subprocess.Popen[bytes]]] = []
     with _stopped_at_the_end(running):
@@ -134,7 +137,6 @@ def _start(job: Job, folder: Path, places: dict[str, str], workers: int) -> "sub
         told = [] if (folder / "record.json").exists() else ["--resume", str(folder)]
     else:  # a folder without settings is one whose making was interrupted: nothing has been charged
         shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         told = [*job.arguments, "--out", str(folder)]
     if not told:
         return subprocess.Popen([sys.executable, "-c", ""])
@@ -143,9 +145,12 @@ def _start(job: Job, folder: Path, places: dict[str, str], workers: int) -> "sub
             told += [f"--{option}", path]
     threads = {} if workers == 1 else {"OMP_NUM_THREADS": "1"}
     log = folder.parent / f"{job.name}.log"
-    with log.open("ab") as to:
-        command = [sys.executable, "-m", "gredp", "train", *told, "--json"]
-        return subprocess.Popen(command, stdout=to, stderr=to, env={**os.environ, **threads})
+    words = [sys.executable, "-m", "gredp", "train", *told, "--json"]
+    try:
+        with log.open("ab") as to:
+            return subprocess.Popen(words, stdout=to, stderr=to, env={**os.environ, **threads})
+    except OSError as error:
+        raise cannot(log, "written", error) from None
 
 
 def _collect(job: Job, status: int, out: Path, folder: Path) -> None:
