@@ -81,9 +81,9 @@ million normal numbers on one thread, median of {rounds} rounds ({noise_created}
 
 ## Data larger than memory
 `--dataset FOLDER` maps `x_train.npy`, `y_train.npy`, `x_test.npy`, `y_test.npy` (images `[n, height,
-width]` or `[n, height, width, channels]`, uint8 or float; labels whole numbers). Training images stay on
-the disk and are read as they are drawn, labels and the test set are read whole. Batches are drawn by the
-gaps between records, so that ten million of them cost what the batch costs.
+width]` or `[n, height, width, channels]`, uint8 or floats in [0, 1]; labels whole numbers). Training images
+stay on the disk and are read as they are drawn, labels and the test set are read whole. Batches are drawn by
+the gaps between records, so that ten million of them cost what the batch costs.
 """
 
 
