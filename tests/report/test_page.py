@@ -173,7 +173,9 @@ def test_records_that_were_held_out_are_said_to_be_unprotected(runs, tmp_path):
     record["judged_on"] = "the last 100 training records: held out, and not private in this run"
     (run / "record.json").write_text(json.dumps(record))
     page = safe(write_report([run]))
-    assert "That does not hold for all of the training data: it was judged on the last 100" in page.words
+    assert (
+        "That does not hold for all of the training data: this run was judged on the last 100" in page.words
+    )
     assert "Accuracy and loss on held-out training records" in page.words
     assert "ε covers neither these figures nor those records." in page.words
     assert "to test on" not in page.words

@@ -135,7 +135,7 @@ def _guarantee(run: Facts) -> list[str]:
         )
     if run.held_out is not None:
         paragraphs.append(
-            f"That does not hold for all of the training data: it was judged on {run.held_out}."
+            f"That does not hold for all of the training data: this run was judged on {run.held_out}."
         )
     if run.insecure:
         paragraphs.insert(0, "What follows would hold if nobody could know the seed of the noise.")
