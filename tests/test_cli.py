@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from gredp.cli import main
+from gredp.console import table
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
 
@@ -150,6 +151,14 @@ def test_training_prints_accuracy_epsilon_and_place(capsys, tmp_path):
         assert word in out
 
 
+def test_tables_show_names_as_they_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    table("of [/b]", [("run", "r/a[/b] [red]x :tada:")], ("[/i]", "[bold]"))
+    out = capsys.readouterr().out
+    for words in ("of [/b]", "r/a[/b] [red]x :tada:", "[/i]", "[bold]"):
+        assert words in out
+
+
 def test_the_seed_fixes_the_start_but_never_the_noise(capsys, tmp_path):
     weights = []
     for name in ("a", "b"):
@@ -186,8 +195,8 @@ def label(value, kind=np.int64):
     return y
 
 
-def image(value):
-    x = np.zeros((40, 8, 8), dtype=np.float32)
+def image(value, kind=np.float32):
+    x = np.zeros((40, 8, 8), dtype=kind)
     x[3, 2, 1] = value
     return x
 
@@ -204,6 +213,13 @@ def image(value):
         ({"y_train": np.zeros((40, 1), np.int64)}, "shape (40, 1)"),
         ({"x_train": image(math.nan)}, "1 values that are not finite"),
         ({"x_train": image(math.inf)}, "1 values that are not finite"),
+        ({"x_test": image(1e39, np.float64)[:10]}, "1 values that are not finite"),
+        ({"x_train": image(255)}, "floats from 0 to 255, but must lie in [0, 1]"),
+        ({"x_train": image(-0.5)}, "floats from -0.5 to 0, but must lie in [0, 1]"),
+        (
+            {"x_train": np.zeros((40, 7, 9), np.uint8), "x_test": np.zeros((10, 7, 9), np.uint8)},
+            "model3 needs images of at least 8×8, not 7×9",
+        ),
         ({"x_train": np.zeros((40, 3, 8, 8), np.uint8)}, "shape (40, 3, 8, 8)"),
         ({"x_train": np.zeros((40, 64), np.uint8)}, "shape (40, 64)"),
         ({"x_train": np.zeros((40, 8, 8), "U1")}, "not uint8 or float"),

@@ -1,13 +1,19 @@
 """`gredp compare`: the statistics against known cases, and a small comparison from end to end."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from gredp import GredpError
-from gredp.compare import LEVEL, CompareSettings, Trial, run_compare, summary
+from gredp.cli import main
+from gredp.compare import LEVEL, CompareSettings, Trial, summary
+from gredp.sealed import write_document
+from gredp.training.arguments import named, resolved
+from gredp.training.jobs import run_jobs
+from gredp.training.settings import TrainSettings
 
 
 def records(values):
@@ -55,18 +61,62 @@ def test_runs_without_spread_are_compared_exactly():
     assert (same["significant"], other["significant"]) == (False, True)
 
 
+def told(*words):
+    """The trials of a comparison, and what all of them are told."""
+    settings = resolved(CompareSettings, "compare", words)
+    return settings, settings.told(named(words))
+
+
 def test_options_reach_every_run():
-    settings = CompareSettings(epsilon=4.0, lr=0.3, methods=("dpsgd", "shaped"))
-    assert Trial("shaped", 3, settings).arguments == [
-        "--method", "gredp", "--noise", "shaped", "--seed", "3", "--epsilon", "4.0", "--lr", "0.3",
+    settings, given = told("--epsilon", "4", "--lr=0.3", "--methods", "dpsgd", "shaped")
+    assert Trial("shaped", 3, given, settings.epochs).arguments == [
+        "--method", "gredp", "--noise", "shaped", "--claim", "proven", "--seed", "3",
+        "--epsilon", "4.0", "--lr", "0.3",
     ]  # fmt: skip
+
+
+def test_options_that_say_the_usual_reach_every_run_of_a_recipe():
+    settings, given = told("--recipe", "mnist", "--epsilon", "2", "--epochs", "20")
+    trial = Trial("dpsgd", 0, given, settings.epochs)
+    run = resolved(TrainSettings, "train", trial.arguments)
+    assert (run.epsilon, run.epochs, run.lr, run.front) == (2.0, 20, 4.0, "scattering")
+    assert trial.epochs == 20
+    assert told("--recipe", "mnist")[0].epochs == 30
+
+
+def test_json_is_all_that_is_printed_and_an_impossible_place_is_one_line(tmp_path, monkeypatch, capsys):
+    found = {"dpsgd": records([0.8, 0.9])}
+    monkeypatch.setattr("gredp.compare.run_jobs", lambda *_: None)
+    monkeypatch.setattr("gredp.compare._records", lambda out, trials, method: found[method])
+    main(["compare", "--methods", "dpsgd", "--json", "--out", str(tmp_path / "c")])
+    assert json.loads(capsys.readouterr().out)["methods"]["dpsgd"]["accuracies"] == [0.8, 0.9]
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", "--out", str(tmp_path / "file" / "c")])
+    assert stop.value.code == 2
+    assert "cannot be made: Not a directory" in capsys.readouterr().err
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(tmp_path):
+    """Left by an interrupted comparison, or by one whose records were removed: nothing is started."""
+    _, given = told("--epsilon", "8")
+    trial = Trial("dpsgd", 1, given, 20)
+    folder = tmp_path / "runs" / trial.name
+    folder.mkdir(parents=True)
+    other = resolved(TrainSettings, "train", replace(trial, told={"epsilon": 2.0}).arguments)
+    write_document(folder / "settings.json", {"settings": other.kept()})
+    first = replace(trial, seed=0)
+    with pytest.raises(GredpError, match=r"dpsgd-seed1 was started with --epsilon 2.0, not 8.0"):
+        run_jobs([first, trial], tmp_path, tmp_path / "runs", 1, {}, lambda *a: None)
+    assert not (tmp_path / "runs" / first.name).exists()
 
 
 @pytest.mark.slow
 def test_a_comparison_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    settings = CompareSettings(methods=("plain", "dpsgd"), seeds=2, epochs=1, workers=2)
-    run_compare(settings)
+    words = ["--methods", "plain", "dpsgd", "--seeds", "2", "--workers", "2"]
+    main(["compare", *words, "--epochs", "1"])
     said = capsys.readouterr().out
     assert "plain − dpsgd" in said
     assert "significant" in said
@@ -74,19 +124,29 @@ def test_a_comparison_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert found["methods"]["plain"]["proven_epsilon"] == "inf"
     assert found["methods"]["dpsgd"]["proven_epsilon"] <= 2.0
     assert (tmp_path / "comparison" / "comparison.svg").read_text().startswith("<?xml")
-    with pytest.raises(GredpError, match="holds a comparison with other settings"):
-        run_compare(CompareSettings(methods=("plain", "dpsgd"), seeds=2, epochs=2))
+    with pytest.raises(SystemExit):
+        main(["compare", *words, "--epochs", "2"])
+    assert "holds a comparison with other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("words", "message"),
     [
-        (CompareSettings(seeds=1), "at least 2"),
-        (CompareSettings(methods=("dpsgd", "dpsgd")), "each method once"),
-        (CompareSettings(resume="x"), "neither --resume"),
-        (CompareSettings(epsilon=-1.0), "--epsilon must be a positive number"),
+        (["--seeds", "1"], "at least 2"),
+        (["--methods", "dpsgd", "dpsgd"], "each method once"),
+        (["--resume", "x"], "takes no --resume"),
+        (["--method", "gredp"], "takes no --method"),
+        (["--noise", "shaped"], "takes no --noise"),
+        (["--claim", "paper"], "takes no --claim"),
+        (["--seed", "0"], "takes no --seed"),
+        (["--track", "csv"], "takes no --track"),
+        (["--epsilon", "-1"], "--epsilon must be a positive number"),
     ],
 )
-def test_mistakes_are_refused(settings, message):
-    with pytest.raises(GredpError, match=message):
-        run_compare(settings)
+def test_mistakes_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", *words])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error
+    assert error.count("\n") == 1

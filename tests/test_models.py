@@ -121,6 +121,8 @@ def test_the_network_for_grey_images_is_the_one_of_the_table():
         ("cnn-tanh", (3, 7, 8)),
         ("alexnet", (3, 28, 28)),
         ("lenet-small", (1, 3, 3)),
+        ("model3", (3, 7, 8)),
+        ("resnet20", (3, 8, 7)),
     ],
 )
 def test_images_too_small_are_refused(name, shape):

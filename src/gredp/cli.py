@@ -1,7 +1,9 @@
 """The command line. Imports stay inside the commands, so that `gredp --help` does not wait for torch."""
 
 import os
+import shlex
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +21,9 @@ from gredp.privacy.accountant import AccountantName, in_turns, round_up
 from gredp.report.command import ReportSettings, run_report
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.sealed import one_line
-from gredp.training.recipes import Recipe
+from gredp.training.arguments import named, resolved
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
-from gredp.training.table_defaults import is_table, table_defaults
 from gredp.training.tune import TuneSettings
 
 
@@ -95,28 +96,20 @@ Command = (
 
 
 def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
-    """`--resume` and `--fork` take the run's settings where nothing else is said, tables their own."""
+    """`--resume` and `--fork` take the run's settings where nothing else is said."""
     run = settings.resume or settings.fork
+    if settings.fork is not None and settings.recipe is not None:
+        raise GredpError("--fork takes the settings of its run where nothing else is said: give no --recipe")
     if run is not None:
         given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
         settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
-    elif settings.recipe is not None:
-        settings = with_recipe(settings.recipe, arguments[1:])
-    elif is_table(settings):
-        given = replace(TrainSettings(), **table_defaults(settings))
-        settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
+    else:
+        settings = resolved(TrainSettings, "train", arguments[1:])
     # After a crash `torchrun --max-restarts` repeats the command that began the run: it goes on.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if again and settings.out is not None and (Path(settings.out) / FILE).exists():
         settings = replace(settings, resume=settings.out, out=None, fork=None)
     return settings
-
-
-def with_recipe(name: str, arguments: list[str]) -> TrainSettings:
-    """The recipe's settings for the target ε, except where the command line says something else."""
-    recipe = Recipe(name)
-    target = tyro.cli(TrainSettings, prog="gredp train", args=arguments, default=recipe.common()).epsilon
-    return tyro.cli(TrainSettings, prog="gredp train", args=arguments, default=recipe.at(target))
 
 
 def run_train(settings: TrainSettings) -> None:
@@ -147,14 +140,12 @@ def _try_report(folder: Path) -> Path | None:
     try:
         return write_report([folder])
     except Exception as error:
-        warnings.warn(f"no report was written ({one_line(error)}): try gredp report {folder}", stacklevel=2)
+        again = f"gredp report {shlex.quote(str(folder))}"
+        warnings.warn(f"no report was written ({one_line(error)}): try {again}", stacklevel=2)
         return None
 
 
-def run_tune(settings: TuneSettings, arguments: list[str]) -> None:
-    if is_table(settings):
-        given = replace(TuneSettings(), **table_defaults(settings))
-        settings = tyro.cli(TuneSettings, prog="gredp tune", args=arguments[1:], default=given)
+def run_tune(settings: TuneSettings) -> None:
     settings.check()
     from gredp.console import show_run
     from gredp.training.record import dumps
@@ -223,6 +214,8 @@ def run_ledger(settings: LedgerSettings) -> None:
 
 
 def run_data(settings: DataSettings) -> None:
+    from gredp.training.record import dumps
+
     if (settings.action == "list") == (settings.name is not None):
         raise GredpError("it is `gredp data get NAME`, `gredp data list` or `gredp data schema PUBLIC.csv`")
     if settings.action == "schema":
@@ -230,11 +223,11 @@ def run_data(settings: DataSettings) -> None:
             raise GredpError("`gredp data schema` needs --label, the column to predict")
         from gredp.data.tables import propose
 
-        print(propose(Path(settings.name or ""), settings.label), end="")
+        proposed = propose(Path(settings.name or ""), settings.label)
+        print(dumps(tomllib.loads(proposed)) + "\n" if settings.json else proposed, end="")
         return
     from gredp.console import table
     from gredp.data.fetch import get, listing
-    from gredp.training.record import dumps
 
     if settings.name is not None:
         path, words = get(settings.name, settings.data_dir)
@@ -281,9 +274,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with handled_by(stop_now), one_line_warnings():
             if isinstance(settings, CompareSettings):
-                run_compare(settings)
+                told = named(arguments[1:])
+                run_compare(resolved(CompareSettings, "compare", arguments[1:]), told)
             elif isinstance(settings, TuneSettings):
-                run_tune(settings, arguments)
+                run_tune(resolved(TuneSettings, "tune", arguments[1:]))
             elif isinstance(settings, TrainSettings):
                 run_train(with_saved(settings, arguments))
             elif isinstance(settings, LedgerSettings):

@@ -6,7 +6,7 @@ Holm for the number of pairs. All runs see the same test set: what another one w
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -16,16 +16,16 @@ import numpy as np
 
 from gredp.errors import GredpError
 from gredp.privacy.accountant import round_up
-from gredp.training.jobs import JUDGED_BY, Bar, read_record, run_jobs
-from gredp.training.record import header, save
+from gredp.training.jobs import JUDGED_BY, Bar, command, read_record, run_jobs
+from gredp.training.record import dumps, header, save
 from gredp.training.settings import OF_ONE_START, TrainSettings
 
 Name = Literal["plain", "dpsgd", "spectral-dp", "gredp", "shaped"]
 METHODS: dict[str, dict[str, str]] = {
-    "plain": {"method": "plain"},
-    "dpsgd": {"method": "dpsgd"},
-    "spectral-dp": {"method": "spectral_dp"},
-    "gredp": {"method": "gredp"},
+    "plain": {"method": "plain", "noise": "white"},
+    "dpsgd": {"method": "dpsgd", "noise": "white"},
+    "spectral-dp": {"method": "spectral_dp", "noise": "white"},
+    "gredp": {"method": "gredp", "noise": "white"},
     "shaped": {"method": "gredp", "noise": "shaped"},
 }
 #: what `gredp compare` sets itself, or has no use for
@@ -50,25 +50,28 @@ class CompareSettings(TrainSettings):
             raise GredpError("--methods names each method once")
         if self.workers is not None and self.workers < 1:
             raise GredpError(f"--workers must be at least 1, not {self.workers}")
-        if self.resume or self.fork or self.insecure_seed is not None:
-            raise GredpError("gredp compare takes neither --resume, --fork nor --insecure-seed")
-        if self.recipe is None:  # a recipe's settings are checked where they are read, in each run
-            super().check()
+        super().check()
 
-    def told(self) -> dict[str, Any]:
-        """What the user has said for all runs."""
-        given = {f.name: getattr(self, f.name) for f in fields(TrainSettings) if f.name not in OWN}
-        usual = TrainSettings()
-        return {name: value for name, value in given.items() if value != getattr(usual, name)}
+    def told(self, named: Collection[str]) -> dict[str, Any]:
+        """Of what the user has named all that goes to every run; what no run would be told is refused."""
+        for name in OWN:
+            if name in named and name not in ("out", "json"):
+                raise GredpError(
+                    f"gredp compare takes no --{name.replace('_', '-')}: it sets method, noise, claim and "
+                    "seed of each run itself, and the same command goes on where it was interrupted"
+                )
+        fitting = [f.name for f in fields(TrainSettings) if f.name in named and f.name not in OWN]
+        return {name: getattr(self, name) for name in fitting}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of one method."""
+    """One run of one method; `told` is what the user has said for all."""
 
     method: str
     seed: int
-    settings: CompareSettings
+    told: dict[str, Any]
+    epochs: int
 
     @property
     def name(self) -> str:
@@ -76,12 +79,8 @@ class Trial:
 
     @property
     def arguments(self) -> list[str]:
-        told = {**METHODS[self.method], "seed": self.seed, **self.settings.told()}
+        told = {**METHODS[self.method], "claim": "proven", "seed": self.seed, **self.told}
         return [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-
-    @property
-    def epochs(self) -> int:
-        return self.settings.epochs
 
     @property
     def work(self) -> float:
@@ -96,24 +95,34 @@ class Trial:
         return {"compared": self.method}
 
 
-def run_compare(settings: CompareSettings) -> None:
+def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
+    """`named` are the settings that were said: the runs take the others from their recipe or table."""
+    told = settings.told(named)
     settings.check()
     out = Path(settings.out or "comparison")
-    trials = [Trial(name, seed, settings) for seed in range(settings.seeds) for name in settings.methods]
+    trials = [
+        Trial(name, seed, told, settings.epochs)
+        for seed in range(settings.seeds)
+        for name in settings.methods
+    ]
     _refuse_another(out, trials)
     workers = settings.workers or len(os.sched_getaffinity(0))
     with Bar() as watch:
         run_jobs(trials, out, out / "runs", workers, {}, watch)
     result = summary({name: _records(out, trials, name) for name in settings.methods})
-    save(out / "comparison.json", header() | {"settings": settings.told()} | result)
-    _show(result, out)
+    save(out / "comparison.json", header() | {"settings": told} | result)
+    draw(result, out / "comparison.svg")
+    if settings.json:
+        print(dumps(result | {"record": str(out / "comparison.json")}))
+    else:
+        _show(result, out)
 
 
 def _refuse_another(out: Path, trials: Sequence[Trial]) -> None:
     """A folder holds one comparison: records of other settings would be mixed in."""
     for trial in trials:
         record = read_record(out, trial)
-        if record is not None and record["command"] != " ".join(["gredp train", *trial.arguments]):
+        if record is not None and record["command"] != command(trial):
             raise GredpError(f"{out} holds a comparison with other settings: choose another --out")
 
 
@@ -196,7 +205,6 @@ def _show(result: dict[str, Any], out: Path) -> None:
     ]
     if pairs:
         table("differences, points", pairs, ("pair", "difference", "95 % interval", "p (Holm)", "verdict"))
-    draw(result, out / "comparison.svg")
     print(f"record: {out / 'comparison.json'}\nfigure: {out / 'comparison.svg'}")
 
 

@@ -70,10 +70,11 @@ class Bar:
 
 
 def table(title: str, rows: Sequence[tuple[str, ...]], header: Sequence[str] = ()) -> None:
+    """Text as it is: a folder called [b] or :tada: is neither markup nor a picture."""
     grid = Table(*header, title=title, show_header=bool(header), title_justify="left")
     for row in rows:
         grid.add_row(*row)
-    Console().print(grid)
+    Console(markup=False, emoji=False).print(grid)
 
 
 def show_run(run: "Run", report: Path | None = None) -> None:

@@ -73,6 +73,14 @@ def write(path: Path, content: bytes, mode: int = 0o644) -> None:
         raise cannot(path, "written", error) from None
 
 
+def make_folder(path: Path) -> None:
+    """With all above it; one that is there already is as good."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot(path, "made", error) from None
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import shutil
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ import torch
 from PIL import Image
 
 from gredp.cli import main
-from gredp.data import load
+from gredp.data import hold_out, load
 from gredp.data.holdout import held_out
 from gredp.data.tables import encode, propose, read_schema
 from gredp.errors import GredpError
+from gredp.training.signals import Stopped
 
 RNG = np.random.default_rng(0)
 SCHEMA = """
@@ -109,7 +112,9 @@ def test_json_quotes_and_a_byte_order_mark_are_read(tmp_path):
 )
 def test_bad_tables_are_refused(tmp_path, capsys, old, new, words):
     path = table(tmp_path, ROWS.replace(old, new))
-    assert words in refused(capsys, "--dataset", str(path), "--holdout", "0.5")
+    message = refused(capsys, "--dataset", str(path), "--holdout", "0.5")
+    assert words in message
+    assert message.count("mine.csv") == 1
 
 
 @pytest.mark.fault("bad data")
@@ -144,7 +149,7 @@ def test_a_table_needs_a_schema_and_a_test_split(tmp_path, capsys):
     assert len(load(str(path)).x_test) == 4
     (tmp_path / "mine.toml").unlink()
     assert "a table needs a schema" in refused(capsys, "--dataset", str(path))
-    assert "is not there" in refused(capsys, "--dataset", str(tmp_path / "none.csv"))
+    assert "none.csv is not there" in refused(capsys, "--dataset", str(tmp_path / "none.csv"))
     assert "--holdout is for" in refused(capsys, "--holdout", "0.2")
 
 
@@ -153,6 +158,8 @@ def test_the_schema_of_a_public_table_reads_that_table(tmp_path, capsys):
     main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income"])
     text = capsys.readouterr().out
     assert "must be public" in text
+    main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income", "--json"])
+    assert json.loads(capsys.readouterr().out) == tomllib.loads(text)
     path = table(tmp_path, schema=text)
     schema = read_schema(path)
     assert schema.numeric == {"age": (20, 60), "hours": (-3, 10), "id": (1, 4)}
@@ -221,6 +228,22 @@ def test_what_is_said_wins_over_the_defaults_of_tables(tmp_path, capsys):
     assert "takes images, not rows of 3 features" in message
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--holdout", "nan"], "--holdout must lie strictly between 0 and 1, not nan"),
+        (["--holdout", "inf"], "--holdout must lie strictly between 0 and 1, not inf"),
+        (["--holdout", "0.25", "--augment", "2"], "--augment draws views of images, not of rows of 3"),
+    ],
+)
+def test_options_that_do_not_fit_a_table_are_refused_before_a_folder_is_made(
+    tmp_path, capsys, options, words
+):
+    out = tmp_path / "run"
+    assert words in refused(capsys, "--dataset", str(blobs(tmp_path, 40)), *options, "--out", str(out))
+    assert not out.exists()
+
+
 # ------------------------------------------------------------------ holding out
 
 
@@ -263,10 +286,25 @@ def folders(root: Path, mode: str = "RGB", size: tuple[int, int] = (8, 6), split
 def test_class_folders_become_images_and_labels(tmp_path, mode, channels):
     data = load(str(folders(tmp_path / "pets", mode)))
     assert (data.name, data.classes, data.input_shape) == ("pets", 2, (channels, 6, 8))
-    assert data.y_train.tolist() == [0] * 4 + [1] * 4
+    assert sorted(data.y_train.tolist()) == [0] * 4 + [1] * 4
     first = np.asarray(Image.open(tmp_path / "pets/train/cat/0.png").convert("RGB" if channels == 3 else "L"))
     expected = torch.from_numpy(first.reshape(6, 8, channels).transpose(2, 0, 1).copy()).float() / 255
-    assert torch.equal(data.x_train[0], expected)
+    found = [i for i, x in enumerate(data.x_train) if torch.equal(x, expected)]
+    assert data.y_train[found].tolist() == [0]
+    again = load(str((tmp_path / "pets").rename(tmp_path / "moved")))
+    assert torch.equal(again.x_train, data.x_train)
+    assert torch.equal(again.y_train, data.y_train)
+
+
+def test_the_last_images_are_of_all_classes(tmp_path):
+    """They are what --validation holds out."""
+    root = folders(tmp_path / "pets")
+    for name in ("cat", "dog"):
+        for i in range(40):
+            shutil.copy(root / "train" / name / "0.png", root / "train" / name / f"n{i}.png")
+    held = hold_out(load(str(root)), 30)
+    assert 5 <= int(held.y_test.sum()) <= 25
+    assert 5 <= int(held.y_train.sum()) - 14 <= 25
 
 
 def test_images_of_many_sizes_are_scaled_when_told(tmp_path):
@@ -278,7 +316,7 @@ def test_images_of_many_sizes_are_scaled_when_told(tmp_path):
         load(str(root))
     data = load(str(root), image_size=5)
     assert data.x_train.shape == (9, 3, 5, 5)
-    assert data.x_train[4, 0].min() > 0.95
+    assert sum(bool(x[0].min() > 0.95) for x in data.x_train) == 1
 
 
 def test_photographs_are_turned_as_the_camera_was(tmp_path):
@@ -368,6 +406,16 @@ def test_bad_folders_are_refused_in_one_line(tmp_path, capsys, kind, words):
     _bad(root, kind)
     assert words in refused(capsys, "--dataset", str(root), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_images_are_read_is_no_damage(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise Stopped(2)
+
+    root = folders(tmp_path / "pets")
+    monkeypatch.setattr(Image, "open", stopped)
+    with pytest.raises(Stopped, match="SIGINT"):
+        load(str(root))
 
 
 def test_enormous_images_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):

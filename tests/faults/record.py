@@ -39,10 +39,11 @@ Recorded on {created} by `{command}`, {tests} tests, torch {torch}.
 | file | what | when |
 |---|---|---|
 | `settings.json` | what the run was told, and the counts and shapes of its data; sealed | once |
+| `split` | with correlation bands: the key that splits the records into parts; for its owner alone | once |
 | `ledger` | one sealed line for each step, each seal over the one before it | before the step's noise |
 | `checkpoint-N.safetensors` | weights, optimiser, learned shape; two kept | every epoch, every 5 minutes |
 | `checkpoint-N.json` | position, settings, SHA-256 of the tensors; sealed | after its tensors |
-| `metrics.json`, `record.json`, `model.safetensors` | what is released | every epoch, at the end |
+| `metrics.json`, `record.json`, `model.safetensors`, `report.html` | released | every epoch, at the end |
 | `lock` | held while a process trains | freed by the system however the process ends |
 
 Nothing is pickled. No file holds the secret of noise and batches: a new start draws a new one.
@@ -53,8 +54,9 @@ depend on (`--max-physical-batch-size`, `--data-dir`, `--checkpoint-seconds`). T
 run has a fixed number of steps, each charged once. Steps charged after the newest checkpoint are lost and
 stay charged, since what they released may have been seen; the run ends when its steps are spent, with as
 many updates fewer. `gredp train --fork RUN` starts a new run from the weights with other settings; its ε
-includes everything that RUN has spent, and its noise is calibrated for what is left of `--epsilon`. `gredp
-ledger RUN` verifies every line and prints what was spent.
+includes everything that RUN has spent, and its noise is calibrated for what is left of `--epsilon`; of a run
+with `--insecure-seed` only such runs can be forked. `gredp ledger RUN` verifies every line and prints what
+was spent.
 
 From Python, `engine.save(path, progress)` makes the folder and from then on charges on the disk;
 `engine.load(path)`, after `make_private` with the same settings, goes on from it.
@@ -79,9 +81,9 @@ million normal numbers on one thread, median of {rounds} rounds ({noise_created}
 
 ## Data larger than memory
 `--dataset FOLDER` maps `x_train.npy`, `y_train.npy`, `x_test.npy`, `y_test.npy` (images `[n, height,
-width]` or `[n, height, width, channels]`, uint8 or float; labels whole numbers). Training images stay on
-the disk and are read as they are drawn, labels and the test set are read whole. Batches are drawn by the
-gaps between records, so that ten million of them cost what the batch costs.
+width]` or `[n, height, width, channels]`, uint8 or floats in [0, 1]; labels whole numbers). Training images
+stay on the disk and are read as they are drawn, labels and the test set are read whole. Batches are drawn by
+the gaps between records, so that ten million of them cost what the batch costs.
 """
 
 

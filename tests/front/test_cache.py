@@ -7,6 +7,7 @@ import stat
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from gredp import GredpError
 from gredp.data import hold_out, load
@@ -85,6 +86,40 @@ def test_other_data_or_another_front_get_features_of_their_own(archive, tmp_path
     os.utime(archive, (1, 1))
     run(front, archive, tmp_path)
     assert front.seen() == 1050
+
+
+def test_images_in_class_folders_are_known_by_every_file(tmp_path):
+    """Same names, sizes and numbers of images: another folder, another picture, another share held out."""
+    front, rng = Doubled(tmp_path / "log"), np.random.default_rng(0)
+
+    def seen(root, **options):
+        before = front.seen()
+        through(front, load(str(root), **options), str(root), str(tmp_path / "data"), **options)
+        return front.seen() - before
+
+    def picture(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (6, 5), dtype=np.uint8)).save(file)
+
+    for place, splits in (("one", ("train", "test")), ("two", ("train", "test")), ("three", ("train",))):
+        for split in splits:
+            for i in range(20):
+                picture(tmp_path / place / "pets" / split / ("cat", "dog")[i % 2] / f"{i}.png")
+    root, other, whole = (tmp_path / place / "pets" for place in ("one", "two", "three"))
+    assert (seen(root), seen(root), seen(other)) == (40, 0, 40)
+    os.utime(root / "train" / "dog" / "1.png", (1, 1))
+    assert seen(root) == 40
+    assert (seen(whole, holdout=0.5), seen(whole, holdout=0.5)) == (20, 0)
+    assert seen(whole, holdout=0.5001) == 20
+
+
+def test_what_a_front_refuses_is_not_called_damage(archive, tmp_path):
+    class Picky(Doubled):
+        def __call__(self, x):
+            raise GredpError("images are too small")
+
+    with pytest.raises(GredpError, match=r"^images are too small$"):
+        run(Picky(tmp_path / "log"), archive, tmp_path)
 
 
 def test_values_beyond_half_precision_stay_finite(archive, tmp_path):

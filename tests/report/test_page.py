@@ -163,6 +163,36 @@ def test_an_insecure_run_is_marked_loudly(runs):
     assert "protects nobody" not in safe(runs / "paper" / "report.html").words
 
 
+def test_records_that_were_held_out_are_said_to_be_unprotected(runs, tmp_path):
+    run = copy(runs, tmp_path)
+    text = (run / "record.json").read_text()
+    for kind in ("accuracy", "loss"):
+        text = text.replace(f'"test_{kind}"', f'"validation_{kind}"')
+    record = json.loads(text)
+    record["settings"]["validation"] = 100
+    record["judged_on"] = "the last 100 training records: held out, and not private in this run"
+    (run / "record.json").write_text(json.dumps(record))
+    page = safe(write_report([run]))
+    assert (
+        "That does not hold for all of the training data: this run was judged on the last 100" in page.words
+    )
+    assert "Accuracy and loss on held-out training records" in page.words
+    assert "ε covers neither these figures nor those records." in page.words
+    assert "to test on" not in page.words
+    assert "taken to be public" not in page.words
+    assert "%, held out" in safe(write_report([run, runs / "paper"])).words
+
+
+def test_a_test_split_of_private_records_is_not_taken_to_be_public(runs, tmp_path):
+    run = copy(runs, tmp_path)
+    record = json.loads((run / "record.json").read_text())
+    record["settings"]["holdout"] = 0.2
+    (run / "record.json").write_text(json.dumps(record))
+    page = safe(write_report([run]))
+    assert "The test records were held out of the private ones" in page.words
+    assert "taken to be public" not in page.words
+
+
 def test_an_infinite_epsilon_is_no_guarantee(tmp_path):
     main(["train", *QUICK, "--method", "plain", "--out", str(tmp_path / "run")])
     page = safe(tmp_path / "run" / "report.html")

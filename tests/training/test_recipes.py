@@ -3,8 +3,10 @@
 import pytest
 
 from gredp import GredpError
-from gredp.cli import main, with_recipe
+from gredp.cli import main
+from gredp.training.arguments import named, resolved
 from gredp.training.recipes import Recipe, names
+from gredp.training.settings import TrainSettings
 
 MINE = """
 dataset = "digits"
@@ -34,9 +36,8 @@ def mine(tmp_path):
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("epsilon", [0.3, 1.0, 2.0, 8.0])
 def test_recipes_of_the_package_hold_settings_that_can_be_run(name, epsilon):
-    settings = with_recipe(
-        name, ["--epsilon", str(epsilon), "--pretrained", "file"] if "transfer" in name else []
-    )
+    weights = ["--pretrained", "file"] if "transfer" in name else []
+    settings = resolved(TrainSettings, "train", ["--recipe", name, "--epsilon", str(epsilon), *weights])
     settings.check()
     assert settings.recipe == name
     assert settings.claim == "proven"
@@ -58,7 +59,7 @@ def test_the_four_recipes_are_there():
     ],
 )
 def test_the_nearest_epsilon_decides_and_the_command_line_has_the_last_word(mine, options, expected):
-    settings = with_recipe(mine, ["--recipe", mine, *options])
+    settings = resolved(TrainSettings, "train", ["--recipe", mine, *options])
     assert {key: getattr(settings, key) for key in expected} == expected
     assert settings.recipe == mine
 
@@ -93,4 +94,18 @@ def test_a_recipe_that_is_not_there_is_one_line(capsys, name):
         main(["train", "--recipe", name])
     error = capsys.readouterr().err
     assert stop.value.code == 2
+    assert error.count("\n") == 1
+
+
+def test_what_is_named_is_known_however_it_is_written():
+    assert named(["--data=x.csv", "--batch_size", "3", "--lr", "-1"]) == {"dataset", "batch_size", "lr"}
+
+
+@pytest.mark.parametrize("command", [["tune"], ["train", "--fork", "runs/a"]])
+def test_a_recipe_that_would_not_be_followed_is_refused(capsys, mine, command):
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--recipe", mine])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "no --recipe" in error
     assert error.count("\n") == 1

@@ -1,7 +1,9 @@
 """Runs that are interrupted and go on: nothing is lost that can be kept, and nothing spent is forgotten."""
 
 import json
+import math
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -13,7 +15,10 @@ from gredp import GredpError, PrivacyEngine
 from gredp.cli import main
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger_file import read_ledger
+from gredp.sealed import write_document
+from gredp.training.record import header, plain_numbers
 from gredp.training.run_folder import RunFolder
+from gredp.training.settings import TrainSettings
 from worlds import MECHANISMS, batches, one_step, records, small_model, weights, world
 
 DELTA = 1e-5
@@ -214,6 +219,46 @@ def test_the_last_two_checkpoints_are_kept(tmp_path):
 
 
 SMALL = ["--epochs", "1", "--accountant", "rdp", "--json"]
+
+
+def test_a_fork_does_not_hide_noise_that_is_known(capsys, tmp_path):
+    (tmp_path / "a").mkdir()
+    write_document(tmp_path / "a" / "settings.json", {"settings": TrainSettings(insecure_seed=1).kept()})
+    with pytest.raises(SystemExit) as stop:
+        main(
+            ["train", "--fork", str(tmp_path / "a"), "--insecure-seed", "None", "--out", str(tmp_path / "b")]
+        )
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "comes from --insecure-seed, and a fork of it protects nobody either" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "b").exists()
+    TrainSettings(fork=str(tmp_path / "a"), insecure_seed=2).check()
+
+
+def test_a_run_that_diverges_ends_with_its_record(capsys, tmp_path):
+    out = tmp_path / "a b"
+    main(["train", *SMALL, "--method", "dpsgd", "--lr", "1e12", "--track", "jsonl", "--out", str(out)])
+    record = json.loads((out / "record.json").read_text())
+    assert record["metrics"][-1]["test_loss"] == "nan"
+    assert (out / "report.html").exists()
+    assert plain_numbers([-math.inf, math.inf, 1.0]) == ["-inf", "inf", 1.0]
+
+
+def test_commands_on_record_can_be_typed_again():
+    words = ["train", "--out", "a b/[c]; d"]
+    assert shlex.split(header(words)["command"]) == ["gredp", *words]
+
+
+@pytest.mark.parametrize("option", ["out", "dataset", "data-dir"])
+def test_names_that_no_record_could_hold_are_refused_before_anything_is_spent(capsys, tmp_path, option):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *SMALL, f"--{option}", os.fsdecode(bytes(tmp_path / "r") + b"\xff")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert f"--{option} is " in error
+    assert "which is not UTF-8" in error
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.fault("changed settings")

@@ -1,6 +1,7 @@
 """A private choice: what it keeps, what it forgets, and the ε it says."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.selection import selected_epsilon
 from gredp.training import tune as module
+from gredp.training.loop import Run
 from gredp.training.signals import Stopped
 from gredp.training.tune import TuneSettings, tune
 
@@ -84,6 +86,29 @@ def test_a_trial_that_spends_more_than_promised_releases_nothing(tmp_path, monke
     assert not (tmp_path / "best").exists()
 
 
+def test_a_place_that_cannot_be_made_is_found_before_the_first_trial(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(module, "_best", lambda *_: pytest.fail("a trial was begun"))
+    with pytest.raises(SystemExit) as stop:
+        main(["tune", "--out", str(tmp_path / "file" / "best")])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "cannot be made: Not a directory" in message
+    assert message.count("\n") == 1
+
+
+def test_the_record_says_that_a_held_out_test_is_not_covered():
+    record = {"guarantee": {}, "settings": {}, "selection": "x"}
+    record |= dict.fromkeys(("ledger", "starts", "steps_lost", "metrics", "seconds"))
+    best = module.Trial(1.0, {"lr": 0.1}, Run(Path(), record))
+    spent = (Entry(1.0, 0.1, 10), Entry(5.0, 1.0, 1))
+    said = module._record(TuneSettings(dataset="x.csv", holdout=0.2), spent, best)["selection"]
+    assert said.endswith(
+        "covers the choice; the test accuracy is measured on held-out records, which ε does not cover"
+    )
+    assert module._record(TuneSettings(), spent, best)["selection"].endswith("covers the choice")
+
+
 def test_several_processes_and_signals_release_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(GredpError, match="runs in one process"):
@@ -115,6 +140,7 @@ def test_several_processes_and_signals_release_nothing(tmp_path, monkeypatch):
         (["--batch-size", "1400"], "larger than the"),
         (["--noise-schedule", "0.5"], "no --noise-schedule"),
         (["--correlation-bands", "2"], "no --correlation-bands"),
+        (["--track", "csv"], "losing trials and their number must stay unseen"),
     ],
 )
 def test_wrong_choices_are_refused_in_one_line(capsys, arguments, words):

@@ -22,6 +22,8 @@ from gredp.sealed import one_line
 EMBEDDED = "digits"
 #: number of classes of the data sets that are known by name
 KNOWN = {"digits": 10, "mnist": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}
+#: folders of a data set of images in class folders
+SPLITS = ("train", "test")
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 LARGEST_FILE = 8 << 30
 
@@ -91,13 +93,18 @@ def location(name: str, folder: str | None = None) -> Path | None:
     return data_folder(folder) / f"{name}.npz" if name in KNOWN else Path(name)
 
 
+def is_classed(path: Path) -> bool:
+    """Whether it is a folder of images in class folders."""
+    return any((path / split).is_dir() for split in SPLITS)
+
+
 def load(
     name: str, folder: str | None = None, holdout: float | None = None, image_size: int | None = None
 ) -> Splits:
     """A data set by name, or from the path of a user's own: an archive, a folder, or a table."""
     path = location(name, folder)
     own = path is not None and name not in KNOWN
-    classed = own and any((Path(name) / split).is_dir() for split in ("train", "test"))
+    classed = own and is_classed(Path(name))
     table = own and Path(name).suffix == ".csv"
     if image_size is not None and not classed:
         raise GredpError("--image-size is for images in class folders")
@@ -235,13 +242,24 @@ def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[
     if low < 0 or high >= classes:
         raise GredpError(f"{what} labels run from {low} to {high}, but must lie in 0 to {classes - 1}")
     if x.dtype.kind == "f":
-        parts = (x[i : i + 4096] for i in range(0, len(x), 4096))  # a mapped array need not fit in memory
-        bad = sum(int((~np.isfinite(part)).sum()) for part in parts)
-        if bad:
-            raise GredpError(f"{what} images hold {bad} values that are not finite")
+        _check_floats(what, x)
     elif x.dtype != np.uint8:
         raise GredpError(f"{what} images are of type {x.dtype}, not uint8 or float")
     return x, torch.from_numpy(y.astype(np.int64))
+
+
+def _check_floats(what: str, x: np.ndarray) -> None:
+    """As `pixels` makes them, in single precision; bytes as floats would be learned from at a wrong scale."""
+    bad, low, high = 0, np.inf, -np.inf
+    for start in range(0, len(x), 4096):  # a mapped array need not fit in memory
+        with np.errstate(over="ignore"):
+            part = x[start : start + 4096].astype(np.float32)
+        bad += int((~np.isfinite(part)).sum())
+        low, high = min(low, part.min()), max(high, part.max())
+    if bad:
+        raise GredpError(f"{what} images hold {bad} values that are not finite")
+    if low < 0 or high > 1:
+        raise GredpError(f"{what} images are floats from {low:g} to {high:g}, but must lie in [0, 1]")
 
 
 def pixels(x: np.ndarray) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gredp.data.datasets import ARRAYS, EMBEDDED, KNOWN, data_folder, read_archive
 from gredp.errors import GredpError
-from gredp.sealed import one_line, write
+from gredp.sealed import make_folder, one_line, write
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,7 @@ def get(name: str, folder: str | None = None) -> tuple[Path, str]:
         raise GredpError(f"what {SOURCES[name].repository} gave is not {name}: {found}; nothing was written")
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GredpError(f"{path.parent} cannot be made: {error.strerror or error}") from None
+    make_folder(path.parent)
     write(path, content.getvalue())
     return path, _whole(name)
 

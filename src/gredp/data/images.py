@@ -1,11 +1,13 @@
 """A user's images in class folders: train/CLASS/*.png or .jpg, test/CLASS/*, all of one size."""
 
+import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from gredp.data.datasets import LARGEST_FILE
+from gredp.data.datasets import LARGEST_FILE, SPLITS
 from gredp.errors import GredpError
 from gredp.sealed import one_line
 
@@ -23,9 +25,10 @@ def load_folders(
     """Class names, and one or two splits, training first: uint8 `[n, height, width, channels]`, labels `[n]`.
 
     Names, size and colour are those of the test images where there are any. With `size` every image is scaled
-    to size×size. An image is turned into numbers by itself; nothing is taken from the others.
+    to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in
+    an order by the hashes of their names, not class by class: the last ones may be held out.
     """
-    splits = [split for split in ("train", "test") if (path / split).is_dir()]
+    splits = [split for split in SPLITS if (path / split).is_dir()]
     if splits[:1] != ["train"]:
         raise GredpError(f"{path / 'train'} is not there: images lie in train/CLASS and test/CLASS")
     names = _classes(path / splits[-1])
@@ -85,10 +88,15 @@ def _read(file: Path) -> Image.Image:
         raise GredpError(f"{file} cannot be read as an image: {one_line(error)}") from None
 
 
+def _place(item: tuple[int, Path]) -> bytes:
+    """Where an image stands among the others: by its name and its class, wherever the folder lies."""
+    return hashlib.sha256(os.fsencode(Path(*item[1].parts[-2:]))).digest()
+
+
 def _split(groups: Files, shape: tuple[int, int], grey: bool, scale: bool) -> tuple[np.ndarray, np.ndarray]:
-    count = sum(map(len, groups))
-    x = np.empty((count, *shape, 1 if grey else 3), dtype=np.uint8)
-    for place, file in enumerate(file for group in groups for file in group):
+    named = sorted(((y, file) for y, group in enumerate(groups) for file in group), key=_place)
+    x = np.empty((len(named), *shape, 1 if grey else 3), dtype=np.uint8)
+    for place, (_, file) in enumerate(named):
         image = _read(file).convert("L" if grey else "RGB")
         if scale:
             image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
@@ -98,4 +106,4 @@ def _split(groups: Files, shape: tuple[int, int], grey: bool, scale: bool) -> tu
                 "scale all with --image-size"
             )
         x[place] = np.asarray(image).reshape(x.shape[1:])
-    return x, np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    return x, np.array([label for label, _ in named])

@@ -57,6 +57,8 @@ def load_table(path: Path) -> tuple[Schema, list[tuple[np.ndarray, np.ndarray]]]
 
 def read_schema(path: Path) -> Schema:
     """Of the table at `path`."""
+    if not path.exists():
+        raise GredpError(f"{path} is not there")
     files = [path.with_suffix(end) for end in (".toml", ".json") if path.with_suffix(end).exists()]
     if not files:
         raise GredpError(
@@ -162,6 +164,8 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, Row]:
                     )
                 for name, place in places.items():
                     columns[name].append(row[place].strip())
+    except GredpError:
+        raise
     except FileNotFoundError:
         raise GredpError(f"{path} is not there") from None
     except (OSError, ValueError, csv.Error) as error:

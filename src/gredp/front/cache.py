@@ -1,8 +1,8 @@
 """A front's features on the disk: computed once for a data set, read by every later run.
 
 They lie in `<data folder>/features/<key>/` as `x_train.npy` and `x_test.npy`. The key covers the front with
-its options and weights, and the data file's name, size and time of change: whatever differs gets a folder of
-its own. Features are as private as the records. The folder is for its owner alone, and no run copies it.
+its options and weights, and the data files' names, sizes and times of change: whatever differs gets a folder
+of its own. Features are as private as the records. The folder is for its owner alone, and no run copies it.
 
 Half precision: a network in single precision does not see the difference (a relative 2⁻¹¹), and the features
 of 50,000 colour images take 0.5 to 1.6 GB instead of twice that.
@@ -22,11 +22,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from torch import Tensor, nn
 
 from gredp.data import Splits
-from gredp.data.datasets import Stored, data_folder, location
+from gredp.data.datasets import SPLITS, Stored, data_folder, is_classed, location
 from gredp.errors import GredpError
 from gredp.sealed import cannot, one_line, sync_folder
 
@@ -67,8 +68,15 @@ class Features:
         return Features(self._array[start:stop])
 
 
-def through(front: Front, data: Splits, dataset: str, folder: str | None = None) -> Splits:
-    """`data` with features in place of images; `dataset` and `folder` are what it was loaded from.
+def through(
+    front: Front,
+    data: Splits,
+    dataset: str,
+    folder: str | None = None,
+    holdout: float | None = None,
+    image_size: int | None = None,
+) -> Splits:
+    """`data` with features in place of images; the others are what it was loaded with.
 
     | case | what happens |
     |---|---|
@@ -78,7 +86,10 @@ def through(front: Front, data: Splits, dataset: str, folder: str | None = None)
     | a disk that is full or read-only | refused |
     """
     root = data_folder(folder) / "features"
-    target = root / _key(front, data, location(dataset, folder))
+    try:
+        target = root / _key(front, data, location(dataset, folder), holdout, image_size)
+    except OSError as error:
+        raise cannot(Path(dataset), "read", error) from None
     try:
         if not target.exists():
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,6 +97,8 @@ def through(front: Front, data: Splits, dataset: str, folder: str | None = None)
                 if not target.exists():
                     _compute(front, data, target)
         x_train, x_test = (np.load(target / f"{name}.npy", "r", allow_pickle=False) for name in _images(data))
+    except GredpError:  # a ValueError as well: what the front refuses is no damage
+        raise
     except OSError as error:
         raise cannot(target, "used for features", error) from None
     except ValueError as error:
@@ -93,14 +106,23 @@ def through(front: Front, data: Splits, dataset: str, folder: str | None = None)
     return replace(data, x_train=Features(x_train), x_test=Features(x_test), features=True)
 
 
-def _key(front: Front, data: Splits, path: Path | None) -> str:
+def _key(front: Front, data: Splits, path: Path | None, holdout: float | None, image_size: int | None) -> str:
     """A readable name and a hash. No content of a record enters: reading them all would take as long."""
     files = [] if path is None else sorted(path.glob("*.npy")) if path.is_dir() else [path]
-    stamps = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    stamps = [_stamp(file, file.name) for file in files]
     shapes = [list(images.shape) for images in _images(data).values()]
     facts = [VERSION, front.identity(), data.name, stamps, shapes]
+    if path is not None and is_classed(path):
+        found = sorted(file for split in SPLITS for file in (path / split).glob("*/[!.]*"))
+        stamps += [_stamp(file, str(file.relative_to(path))) for file in found]
+        facts += [str(path.resolve()), holdout, image_size]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{data.name}-{front.identity()['name']}-{digest[:16]}"
+
+
+def _stamp(file: Path, name: str) -> list[str | int]:
+    status = file.stat()
+    return [name, status.st_size, status.st_mtime_ns]
 
 
 def _images(data: Splits) -> dict[str, "Tensor | Stored"]:
@@ -135,9 +157,8 @@ def _write(front: Front, images: "Tensor | Stored", path: Path, what: str) -> No
     """By plain writes: a full disk under a mapped file would end the process."""
     count = len(images)
     console = Console(stderr=True)
-    starts = track(
-        range(0, count, BATCH), what, console=console, transient=True, disable=not console.is_terminal
-    )
+    quiet = not console.is_terminal
+    starts = track(range(0, count, BATCH), escape(what), console=console, transient=True, disable=quiet)
     with path.open("xb") as file:
         for start in starts:
             values = front(images[list(range(start, min(start + BATCH, count)))])

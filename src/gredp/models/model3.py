@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from gredp.errors import GredpError
+
 
 def model3(
     input_shape: tuple[int, int, int] = (3, 32, 32),
@@ -10,6 +12,8 @@ def model3(
 ) -> nn.Module:
     """For each width two 3×3 convolutions and a pooling; then 120 and `classes` units."""
     channels, height, width = input_shape
+    if min(height, width) < 8:
+        raise GredpError(f"model3 needs images of at least 8×8, not {height}×{width}: use lenet-small")
     layers: list[nn.Module] = []
     for features in widths:
         layers += [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU()]

@@ -31,7 +31,9 @@ def resnet20(
     widths: tuple[int, ...] = (16, 32, 64),
 ) -> nn.Module:
     """A 3×3 stem, three blocks for each width with an average-pooling by 2 after them, one linear layer."""
-    channels = input_shape[0]
+    channels, height, width = input_shape
+    if min(height, width) < 8:
+        raise GredpError(f"resnet20 needs images of at least 8×8, not {height}×{width}: use lenet-small")
     layers: list[nn.Module] = [
         nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
         nn.GroupNorm(widths[0] // 8, widths[0]),

@@ -11,7 +11,7 @@ from typing import Any
 from gredp.errors import GredpError
 from gredp.sealed import Damaged, one_line, read, read_document
 from gredp.training.record import FORMAT, VERSION
-from gredp.training.settings import FILE
+from gredp.training.settings import FILE, TrainSettings
 from gredp.training.spent import Spent, spent
 
 #: relative difference at which two versions of an accountant may still mean the same ε
@@ -95,6 +95,12 @@ class Facts:
         """What accuracies are called: those on held-out training records are not the test's."""
         known = self.metrics and "validation_accuracy" in self.metrics[-1]
         return "validation_accuracy" if known else "test_accuracy"
+
+    @property
+    def held_out(self) -> str | None:
+        """Which training records the run was judged on, if it was: they are not private in it."""
+        count = self.settings.get("validation")
+        return (self.record.get("judged_on") or TrainSettings(validation=count).judged_on) if count else None
 
     @property
     def loss_name(self) -> str:

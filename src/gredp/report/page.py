@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import math
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,11 +56,13 @@ def _run(run: Facts) -> dict[str, Any]:
     return {
         "name": run.name,
         "folder": str(run.folder),
+        "quoted": shlex.quote(str(run.folder)),
         "banners": _banners(run),
         "figures_of_merit": _figures_of_merit(run),
         "guarantee": _guarantee(run),
         "claims": _claims(run),
         "trained": _trained(run),
+        "judged": _judged(run),
         "course": _pictures([run]),
         "certificate": _certificate(run),
         "multiplier": _number(run.spent.written.entries[-1].noise_multiplier) if _entries(run) else "–",
@@ -130,6 +133,10 @@ def _guarantee(run: Facts) -> list[str]:
             "drawn from when it has its turn. No record can take part more often than in "
             f"{_count(counted)} of these mechanisms; that many are composed, at the rate of a turn."
         )
+    if run.held_out is not None:
+        paragraphs.append(
+            f"That does not hold for all of the training data: this run was judged on {run.held_out}."
+        )
     if run.insecure:
         paragraphs.insert(0, "What follows would hold if nobody could know the seed of the noise.")
     if run.spent.written.inherited:
@@ -164,8 +171,9 @@ def _trained(run: Facts) -> list[tuple[str, str]]:
     if data:
         shape = " × ".join(map(str, data["input_shape"]))
         rows.append(("data", f"{data['name']}: {_count(data['records'])} records to train on"))
+        use = "to test on" if run.held_out is None else "held out of the training data"
         rows.append(
-            ("images", f"{shape} each, {data['classes']} classes; {_count(data['test_records'])} to test on")
+            ("images", f"{shape} each, {data['classes']} classes; {_count(data['test_records'])} {use}")
         )
     if settings:
         noise = f"{settings['noise']} noise{_bands(run)}"
@@ -179,6 +187,21 @@ def _trained(run: Facts) -> list[tuple[str, str]]:
 
 def _bands(run: Facts) -> str:
     return f" correlated over {run.bands} steps" if run.bands > 1 else ""
+
+
+def _judged(run: Facts) -> tuple[str, str]:
+    """Over and under the figures: whose records they come from, and that ε does not cover them."""
+    on, note = (
+        "on the test records",
+        "The test records are taken to be public: these figures are not covered by ε.",
+    )
+    if run.held_out is not None:
+        on = "on held-out training records"
+        note = f"Judged on {run.held_out}. ε covers neither these figures nor those records."
+    elif run.settings.get("holdout") is not None:
+        on = "on held-out records"
+        note = "The test records were held out of the private ones: ε does not cover what is told of them."
+    return f"Accuracy and loss {on}", note
 
 
 def _pictures(runs: Sequence[Facts]) -> list[tuple[Markup, str]]:
@@ -294,7 +317,9 @@ def _comparison(runs: Sequence[Facts]) -> dict[str, Any]:
                 _epsilon(run.spent.proven_epsilon),
                 "–" if claimed is None else _epsilon(claimed),
                 _short(run.spent.delta),
-                "–" if run.accuracy is None else f"{100 * run.accuracy:.2f} %",
+                "–"
+                if run.accuracy is None
+                else f"{100 * run.accuracy:.2f} %" + ("" if run.held_out is None else ", held out"),
                 _count(run.spent.written.steps),
             )
         )

@@ -1,11 +1,12 @@
 """Many trainings: each a `gredp train` process, one for each core, and their records. No torch.
 
 A job that has a record is not run again; one that was interrupted is resumed from its run folder, with all
-that it had spent.
+that it had spent. A folder of the same name with a run of other settings is refused.
 """
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gredp.errors import GredpError
+from gredp.sealed import cannot, make_folder
+from gredp.training.arguments import resolved
 from gredp.training.record import save
-from gredp.training.settings import FILE
+from gredp.training.settings import FILE, TrainSettings, saved_settings
 
 #: what a job's record keeps of its run's
 KEPT = (
@@ -94,6 +97,10 @@ def run_jobs(
     `places` are options of `gredp train` that name files of this machine; they stay out of the records.
     """
     waiting = [job for job in jobs if not record_file(out, job).exists()]
+    for job in waiting:
+        _refuse_another(job, runs / job.name)
+    make_folder(out)
+    make_folder(runs)
     total, finished, done = sum(job.work for job in waiting), len(jobs) - len(waiting), 0.0
     running: list[tuple[Job, subprocess.Popen[bytes]]] = []
     with _stopped_at_the_end(running):
@@ -110,12 +117,26 @@ def run_jobs(
             time.sleep(0.2)
 
 
+def _refuse_another(job: Job, folder: Path) -> None:
+    """A run that was told something else, to be resumed or collected under the name of this one."""
+    if (folder / FILE).exists():
+        wanted = resolved(TrainSettings, "train", job.arguments)
+        changed = wanted.changed(saved_settings(str(folder)))
+        if changed is not None:
+            raise GredpError(f"{folder} was started with {changed}: choose another place for the runs")
+
+
+def command(job: Job) -> str:
+    """The one that repeats it, without the folders of the machine it runs on."""
+    weights = ["--pretrained", "WEIGHTS"] if job.transferred else []
+    return shlex.join(["gredp", "train", *job.arguments, *weights])
+
+
 def _start(job: Job, folder: Path, places: dict[str, str], workers: int) -> "subprocess.Popen[bytes]":
     if (folder / FILE).exists():
         told = [] if (folder / "record.json").exists() else ["--resume", str(folder)]
     else:  # a folder without settings is one whose making was interrupted: nothing has been charged
         shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         told = [*job.arguments, "--out", str(folder)]
     if not told:
         return subprocess.Popen([sys.executable, "-c", ""])
@@ -124,9 +145,12 @@ def _start(job: Job, folder: Path, places: dict[str, str], workers: int) -> "sub
             told += [f"--{option}", path]
     threads = {} if workers == 1 else {"OMP_NUM_THREADS": "1"}
     log = folder.parent / f"{job.name}.log"
-    with log.open("ab") as to:
-        command = [sys.executable, "-m", "gredp", "train", *told, "--json"]
-        return subprocess.Popen(command, stdout=to, stderr=to, env={**os.environ, **threads})
+    words = [sys.executable, "-m", "gredp", "train", *told, "--json"]
+    try:
+        with log.open("ab") as to:
+            return subprocess.Popen(words, stdout=to, stderr=to, env={**os.environ, **threads})
+    except OSError as error:
+        raise cannot(log, "written", error) from None
 
 
 def _collect(job: Job, status: int, out: Path, folder: Path) -> None:
@@ -136,9 +160,7 @@ def _collect(job: Job, status: int, out: Path, folder: Path) -> None:
         raise GredpError(f"{job.name} failed: {lines[-1]} (log: {log})")
     found = json.loads((folder / "record.json").read_text())
     kept = {key: found[key] for key in (*KEPT, *JUDGED_BY) if key in found}
-    # The command that repeats the job, without the folders of the machine it ran on.
-    weights = ["--pretrained", "WEIGHTS"] if job.transferred else []
-    kept["command"] = " ".join(["gredp train", *job.arguments, *weights])
+    kept["command"] = command(job)
     kept["settings"] = {k: v for k, v in kept["settings"].items() if k not in ("data_dir", "pretrained")}
     save(record_file(out, job), kept | job.facts)
 

@@ -1,6 +1,7 @@
 """One run of `gredp train`: data, model, engine, epochs, record; begun, resumed or forked."""
 
 import math
+import shlex
 import time
 import warnings
 from collections import OrderedDict
@@ -106,7 +107,7 @@ class Session:
         if number:
             self.save()
             where = f" after {self.charged} of {self.steps} steps; go on with: gredp train --resume"
-            raise Stopped(number, f"{where} {self.folder}")
+            raise Stopped(number, f"{where} {shlex.quote(str(self.folder))}")
 
 
 def train(
@@ -276,7 +277,9 @@ def _session(
 
 def _refuse_finished(folder: Path) -> None:
     if (folder / "record.json").exists():
-        raise GredpError(f"{folder} has finished: its budget is spent; --fork {folder} starts from it")
+        raise GredpError(
+            f"{folder} has finished: its budget is spent; --fork {shlex.quote(str(folder))} starts from it"
+        )
 
 
 def _epochs(session: Session, tracked: Tracker) -> None:
@@ -371,7 +374,7 @@ def _finish(session: Session) -> Run:
         "metrics": session.metrics,
         "spectrum": noise_spectrum(private.private_step),
         settings.judged_by: session.metrics[-1][settings.judged_by],
-        "selection": _selection(settings),
+        "selection": "the last epoch; no epoch or setting was chosen by this run" + settings.not_covered,
         "judged_on": settings.judged_on,
         "seconds": round(session.seconds, 2),
     }
@@ -390,14 +393,6 @@ def _network(settings: TrainSettings, data: Splits) -> str:
 def _block(settings: TrainSettings, data: Splits) -> int:
     """Columns of a table have no order that a circulant could use: dense unless said otherwise."""
     return 0 if settings.block is None and len(data.input_shape) == 1 else settings.block_size
-
-
-def _selection(settings: TrainSettings) -> str:
-    """What was chosen, and what was measured beside ε."""
-    chosen = "the last epoch; no epoch or setting was chosen by this run"
-    if settings.holdout is None:
-        return chosen
-    return f"{chosen}; the test accuracy is measured on held-out records, which ε does not cover"
 
 
 def _new_folder(settings: TrainSettings) -> Path:

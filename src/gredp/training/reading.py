@@ -58,7 +58,10 @@ def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Spl
         raise GredpError("features are kept by data set: data in memory do not go through a front")
     data = given or load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
     if front is not None:
-        data = through(front, data, settings.dataset, settings.data_dir)
+        own = settings.holdout, settings.image_size
+        data = through(front, data, settings.dataset, settings.data_dir, *own)
+    if settings.augment and len(data.input_shape) != 3:
+        raise GredpError(f"--augment draws views of images, not of rows of {data.input_shape[0]} features")
     return (hold_out(data, settings.validation) if settings.validation else data), front
 
 

@@ -7,6 +7,7 @@ gradient norm, no hash of the data.
 import json
 import math
 import platform
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gredp.privacy.certificate import Certificate
-from gredp.sealed import write
+from gredp.sealed import make_folder, write
 
 FORMAT, VERSION = "gredp-record", 1
 PACKAGES = ("gredp", "torch", "numpy", "dp-accounting", "scikit-learn")
@@ -37,7 +38,7 @@ def header(command: list[str] | None = None) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["gredp", *(sys.argv[1:] if command is None else command)]),
+        "command": shlex.join(["gredp", *(sys.argv[1:] if command is None else command)]),
         "versions": versions(),
     }
 
@@ -48,13 +49,13 @@ def describe(certificate: Certificate) -> list[dict[str, Any]]:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Infinity as the string "inf", so that every JSON reader takes the file and float() reads it back."""
+    """What JSON has no number for as the strings "inf", "-inf" and "nan", which float() reads back."""
     if isinstance(value, dict):
         return {key: plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain_numbers(item) for item in value]
-    if isinstance(value, float) and math.isinf(value):
-        return "inf"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
     return value
 
 
@@ -64,5 +65,5 @@ def dumps(record: dict[str, Any]) -> str:
 
 def save(path: Path, record: dict[str, Any]) -> None:
     """Whole or not at all, folders included."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write(path, f"{dumps(record)}\n".encode())

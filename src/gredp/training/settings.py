@@ -1,6 +1,7 @@
 """What a training run is told. Checked before any data is read; no torch."""
 
 import math
+import shlex
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -139,6 +140,13 @@ class TrainSettings:
             return "the test set"
         return f"the last {self.validation} training records: held out, and not private in this run"
 
+    @property
+    def not_covered(self) -> str:
+        """For the end of a record's `selection`: an accuracy on held-out records is a statistic of them."""
+        if self.holdout is None:
+            return ""
+        return "; the test accuracy is measured on held-out records, which ε does not cover"
+
     def kept(self) -> dict[str, Any]:
         """What the run's folder keeps."""
         return {name: value for name, value in asdict(self).items() if name not in OF_ONE_START}
@@ -200,10 +208,31 @@ class TrainSettings:
             raise GredpError(f"--block must be 0 (dense) or more, not {self.block}")
         if not self.checkpoint_seconds >= 0:
             raise GredpError(f"--checkpoint-seconds must be 0 or more, not {self.checkpoint_seconds}")
+        self._check_texts()
+        if self.fork is not None and self.insecure_seed is None:
+            self._check_parent(Path(self.fork))
         if self.resume is not None:
             self._check_resumed(saved_settings(self.resume))
         if not 0 <= self.momentum < 1:
             raise GredpError(f"--momentum must lie in [0, 1), not {self.momentum}")
+
+    def _check_texts(self) -> None:
+        """Records and settings are UTF-8: what cannot be written is refused before anything is spent."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                str(value).encode()
+            except UnicodeEncodeError:
+                option = field.name.replace("_", "-")
+                raise GredpError(f"--{option} is {value!a}, which is not UTF-8: rename it") from None
+
+    def _check_parent(self, parent: Path) -> None:
+        """Noise that is known stays known, whatever is added to it later."""
+        if (parent / FILE).exists() and saved_settings(str(parent)).insecure_seed is not None:
+            raise GredpError(
+                f"the noise of {parent} comes from --insecure-seed, and a fork of it protects nobody either: "
+                "give an --insecure-seed"
+            )
 
     def _check_front(self) -> None:
         if not 0 <= self.normalise < 1:
@@ -230,14 +259,20 @@ class TrainSettings:
             raise GredpError(
                 "--resume goes on in the folder of the run: give neither --out nor --fork with it"
             )
-        for field in fields(self):
+        changed = self.changed(saved)
+        if changed is not None:
+            raise GredpError(
+                f"{self.resume} was started with {changed}: a run goes on as it began; to change it, start a "
+                f"new run with --fork {shlex.quote(self.resume or '')}"
+            )
+
+    def changed(self, saved: "TrainSettings") -> str | None:
+        """The first option that matters and is not as it was, with both values."""
+        for field in fields(TrainSettings):
             was, told = getattr(saved, field.name), getattr(self, field.name)
             if was != told and field.name not in MAY_CHANGE:
-                option = field.name.replace("_", "-")
-                raise GredpError(
-                    f"{self.resume} was started with --{option} {was}, not {told}: a run goes on as it "
-                    f"began; to change it, start a new run with --fork {self.resume}"
-                )
+                return f"--{field.name.replace('_', '-')} {was}, not {told}"
+        return None
 
 
 def saved_settings(folder: str) -> TrainSettings:

@@ -9,8 +9,11 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(Exception):
-    """A signal ended the program; `status` is the exit status that goes with it."""
+class Stopped(BaseException):
+    """A signal ended the program; `status` is the exit status that goes with it.
+
+    No Exception: whoever catches all of those means a failure, and would say that something cannot be read.
+    """
 
     def __init__(self, number: int, where: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}{where}")

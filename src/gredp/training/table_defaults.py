@@ -16,7 +16,10 @@ def table_defaults(settings: TrainSettings) -> dict[str, Any]:
             rows = sum(1 for line in file if line.strip()) - 1
     except OSError:
         return {}  # said better where the table is read
-    training = rows * (1 - (settings.holdout or 0))
+    share = settings.holdout or 0.0
+    if not 0 <= share < 1:
+        return {}  # refused with all other settings
+    training = rows * (1 - share)
     return {"batch_size": max(1, int(training / 5)), "epochs": 10, "lr": 0.3, "clipping": "automatic"}
 
 

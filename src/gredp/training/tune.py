@@ -7,6 +7,7 @@ and its score are released; the number of trials and all of the others are not, 
 import math
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import product
@@ -17,6 +18,7 @@ from gredp.errors import GredpError
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.selection import calibrate_selection, check_trials, draw_trials, selected_epsilon
+from gredp.sealed import make_folder, write
 from gredp.training.settings import TrainSettings
 from gredp.training.signals import Stopped
 
@@ -52,6 +54,10 @@ class TuneSettings(TrainSettings):
             raise GredpError(f"--score-share must lie strictly between 0 and 1, not {self.score_share}")
         if self.validation or self.pretrained is not None:
             raise GredpError("gredp tune takes neither --validation nor --pretrained")
+        if self.recipe is not None:
+            raise GredpError("gredp tune takes no --recipe: say its settings as options")
+        if self.track:
+            raise GredpError("gredp tune takes no --track: losing trials and their number must stay unseen")
         if self.claim != "proven" or self.method == "plain":
             raise GredpError(
                 "a private choice needs private trials: --claim proven and another method than plain"
@@ -87,15 +93,19 @@ def tune(settings: TuneSettings) -> "Run":
         load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size), settings.score_share
     )
     trial = _trial(settings, len(data.y_train))
-    with tempfile.TemporaryDirectory() as folder:
-        best = _best(settings, trial, data, apart, Path(folder))
-        record = _record(settings, trial, best)
-        weights = (best.run.folder / "model.safetensors").read_bytes()
     out = Path(settings.out or f"runs/{Path(settings.dataset).stem}-tuned-{datetime.now():%Y%m%d-%H%M%S-%f}")
-    save(out / "record.json", record)
-    from gredp.sealed import write
-
-    write(out / "model.safetensors", weights)
+    make_folder(out)  # before the first trial: a choice that finds no place would be lost
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            best = _best(settings, trial, data, apart, Path(folder))
+            record = _record(settings, trial, best)
+            weights = (best.run.folder / "model.safetensors").read_bytes()
+        save(out / "record.json", record)
+        write(out / "model.safetensors", weights)
+    except BaseException:
+        with suppress(OSError):  # not empty: something was released
+            out.rmdir()
+        raise
     return Run(out, record)
 
 
@@ -192,6 +202,7 @@ def _record(settings: TuneSettings, spent: tuple[Entry, Entry], best: Trial) -> 
     record["selection"] = (
         f"the best of a random number of private trainings, {settings.trials:g} on average, by a noisy score "
         f"on {settings.score_share:g} of the training records; the proven ε covers the choice"
+        f"{settings.not_covered}"
     )
     record["tuning"] = {
         "candidates": settings.candidates(),
