@@ -1,5 +1,6 @@
 """Every step has a draw of its own, no record is in a sum twice, and no two draws of an engine are alike."""
 
+import copy
 import warnings
 
 import pytest
@@ -15,11 +16,12 @@ from gredp.privacy.ledger import Entry
 from gredp.randomness import Secret
 
 RECORDS = TensorDataset(torch.randn(40, 5), torch.randint(0, 3, (40,)))
-RATE, Z = 0.2, 1.0
+RATE, Z, SEED = 0.2, 1.0, 3
 
 
 def private(engine=None, noise_multiplier=Z, batch_size=8, **options):
-    engine, model = engine or PrivacyEngine(), nn.Linear(5, 3)
+    """By default from a seed: batches that follow one another have different sizes then."""
+    engine, model = engine or PrivacyEngine(secret=Secret(SEED)), nn.Linear(5, 3)
     loader = {k: options.pop(k) for k in ("sampler", "generator", "num_workers", "dataset") if k in options}
     settings = {
         "module": model,
@@ -70,6 +72,122 @@ def test_a_second_step_on_a_batch_is_charged_without_sampling_and_says_so():
     assert engine.get_epsilon(1e-5) >= epsilon([Entry(Z / 3**0.5, RATE, 1)], 1e-5)
 
 
+def rates(engine) -> list[float]:
+    return [entry.sample_rate for entry in engine.ledger.entries for _ in range(entry.steps)]
+
+
+@pytest.mark.filterwarnings("ignore:a step on a batch that was stepped with before")
+def test_batches_left_out_or_fetched_ahead_do_not_pay_for_second_steps():
+    engine, model, optimizer, loader = private()
+    for number, (x, y) in enumerate(loader):
+        for _ in range(2 * (number % 2)):
+            backward(model, x, y)
+            optimizer.step()
+    assert rates(engine) == [RATE, 1.0] * 2
+    engine, model, optimizer, loader = private(noise_multiplier=2.0)
+    fetched = list(loader)
+    for _ in range(5):
+        backward(model, *fetched[0])
+        optimizer.step()
+    others = {len(x) for x, _ in fetched[1:]}
+    assert rates(engine)[0] == RATE
+    assert set(rates(engine)[1:]) == {1.0} or len(fetched[0][0]) in others
+
+
+@pytest.mark.filterwarnings("ignore:a step on a batch that was stepped with before")
+def test_two_models_on_one_draw_pay_for_it_as_two_steps_on_it():
+    engine, first, first_optimizer, loader = private()
+    _, second, second_optimizer, loader = private(engine, data_loader=loader)
+    for x, y in loader:
+        for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
+            backward(model, x, y)
+            optimizer.step()
+    assert rates(engine) == [RATE, 1.0] * 5
+
+
+def test_an_endless_loop_that_fetches_one_ahead_is_charged_as_any_other():
+    engine, model, optimizer, loader = private()
+
+    def endless():
+        while True:
+            yield from loader
+
+    batches = endless()
+    batch = next(batches)
+    for _ in range(13):
+        ahead = next(batches)
+        backward(model, *batch)
+        optimizer.step()
+        batch = ahead
+    assert rates(engine) == [RATE] * 13
+
+
+def test_loaders_that_others_build_around_the_sampler_are_known_too():
+    """As Accelerate does: it keeps the sampler, and neither the loader nor its iterator."""
+    engine, model, optimizer, loader = private()
+    rebuilt = DataLoader(RECORDS, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
+    next(iter(loader))
+    for x, y in rebuilt:
+        backward(model, x, y)
+        optimizer.step()
+    backward(model, x, y)
+    with pytest.warns(UserWarning, match="at rate 1"):
+        optimizer.step()
+    assert rates(engine) == [RATE] * 5 + [1.0]
+
+
+def test_public_inputs_may_join_a_batch():
+    engine, model, optimizer, loader = private(batch_size=4)
+    public = torch.randn(4, 5)
+    for _ in range(3):
+        for x, y in loader:
+            if not engine.ledger.steps and len(x) in (1, 2, 4):
+                continue  # the very first cannot be told from several inputs of each record
+            backward(model, torch.cat([x, public]), torch.cat([y, y.new_zeros(4)]))
+            optimizer.step()
+    assert set(rates(engine)) == {0.1}
+
+
+def test_a_private_optimiser_is_not_copied():
+    _, model, optimizer, loader = private()
+    with pytest.raises(GredpError, match="neither copied nor pickled"):
+        copy.deepcopy(optimizer)
+    backward(model, *next(iter(loader)))
+    optimizer.step()
+
+
+def test_loops_over_parts_do_not_run_side_by_side():
+    _, model, optimizer, loader = private(batch_size=40, noise_multiplier=0.0)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=15, optimizer=optimizer) as parts:
+        older = iter(parts)
+        backward(model, *next(older))
+        optimizer.step()
+        next(iter(parts))
+        with pytest.raises(GredpError, match="another loop over parts of batches began"):
+            next(older)
+
+
+def test_the_divisor_of_a_stated_rate_stays_what_it_was():
+    loader = private(sample_rate=0.21)[3]
+    assert private(data_loader=loader)[2].expected_batch_size == 8
+
+
+def test_a_seeded_loader_does_not_go_on(tmp_path):
+    engine = private(generator=torch.Generator().manual_seed(1))[0]
+    engine.save(tmp_path / "run")
+    engine.detach()
+    with pytest.raises(GredpError, match="without a generator"):
+        private(generator=torch.Generator().manual_seed(1))[0].load(tmp_path / "run")
+
+
+def test_a_wrong_decay_leaves_the_model_as_it_was():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(GredpError, match="decay"):
+        private(module=model, optimizer=optimizer, ema=1.0)
+    private(module=model, optimizer=optimizer)
+
+
 def test_the_steps_of_an_earlier_pass_leave_none_over():
     engine, model, optimizer, loader = private()
     for _ in loader:
@@ -90,9 +208,25 @@ def test_batches_of_the_loader_are_not_added_up():
     backward(model, *next(batches))
     optimizer.step()
     backward(model, *next(batches))
-    with pytest.raises(GredpError, match=r"holds another batch .* larger batch_size"):
+    with pytest.raises(GredpError, match=r"more inputs than one draw .* larger batch_size"):
         optimizer.step()
     assert engine.ledger.steps == 0
+    backward(model, *next(batches))  # the sum is forgotten, and training can go on
+    optimizer.signal_skip_step(False)
+    optimizer.step()
+    assert engine.ledger.entries == (Entry(Z, RATE, 1, Z),)
+
+
+def test_nor_are_they_when_they_were_fetched_together():
+    _, model, optimizer, loader = private()
+    for number, batch in enumerate(list(loader)[:3]):
+        optimizer.signal_skip_step(number < 2)
+        backward(model, *batch)
+        if number:
+            with pytest.raises(GredpError, match="more inputs than one draw"):
+                optimizer.step()
+            break
+        optimizer.step()
 
 
 def test_parts_of_one_batch_are_added_up_by_hand():
@@ -123,7 +257,7 @@ def test_a_part_is_not_stepped_with_twice():
 def test_more_inputs_than_records_are_refused(in_parts):
     engine, model, optimizer, loader = private(batch_size=40)
     if in_parts:
-        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=15, optimizer=optimizer)
+        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=40, optimizer=optimizer)
         loader = manager.__enter__()
     x, y = next(iter(loader))
     backward(model, torch.cat([x, x]), torch.cat([y, y]))
@@ -190,6 +324,6 @@ def test_secure_mode_refuses_a_seeded_loader_and_others_show_it():
     seeded = torch.Generator().manual_seed(1)
     with pytest.raises(GredpError, match="data loader with a generator"):
         private(PrivacyEngine(secure_mode=True), generator=seeded)
-    engine = private(generator=seeded)[0]
+    engine = private(PrivacyEngine(), generator=seeded)[0]
     assert "INSECURE" in str(engine)
-    assert "INSECURE" not in str(private()[0])
+    assert "INSECURE" not in str(private(PrivacyEngine())[0])

@@ -36,11 +36,10 @@ from gredp.sampling import (
     CyclicBatchSampler,
     EmptyBatches,
     PoissonBatchSampler,
-    handing_out,
     poisson_loader,
 )
 from gredp.summary import Summary, guarantee_rows, html_table, summarise
-from gredp.training.average import WeightAverage
+from gredp.training.average import WeightAverage, check_decay
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
 from gredp.training.run_folder import Checkpoint, RunFolder
 from gredp.validation import validate
@@ -142,6 +141,7 @@ class PrivacyEngine:
                 "noise_generator nor a data loader with a generator"
             )
         correlation_bands = whole_bands(correlation_bands)
+        check_decay(ema)
         chosen = mechanism(method, noise, claim, clipping, correlation_bands, **options)
         schedule = checked_schedule(noise_schedule, correlation_bands)
         check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
@@ -155,7 +155,7 @@ class PrivacyEngine:
         loader = poisson_loader(data_loader, sample_rate, self.secret, views, split)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
-        expected = _expected_batch_size(data_loader, sampler)
+        expected = float(sampler.expected)
         capture = Capture(module, loss_reduction, chosen.needs, sampler.views)
         try:
             blocks = _blocks(chosen, capture, loader)
@@ -191,9 +191,10 @@ class PrivacyEngine:
             max_grad_norm=norms,
             schedule=schedule,
             split=split,
+            draws=sampler.draws,
         )
-        loader = handing_out(loader, private)
         if split is not None:
+            loader.optimizer = private
             sampler.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
@@ -373,6 +374,8 @@ class PrivacyEngine:
         module, optimizer = self._private()
         if not isinstance(optimizer.private_step.source, SecretSource):
             raise GredpError("a run goes on with fresh noise: make it private without a noise_generator")
+        if self._loader is not None and self._loader.generator is not None:
+            raise GredpError("a run goes on with fresh batches: give a data loader without a generator")
         if self._folder is not None or self.ledger.steps:
             raise GredpError(
                 f"this engine has charged {self.ledger.steps} steps already: load into a new one"
@@ -506,13 +509,6 @@ def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
         "split": held[0].split(),
     }
     return facts, checkpoint.tensors
-
-
-def _expected_batch_size(loader: DataLoader[Any], sampler: PoissonBatchSampler) -> float:
-    """The divisor of every sum: a setting, never the size of a batch that was drawn."""
-    if loader.batch_size is not None:
-        return float(loader.batch_size)
-    return sampler.records * sampler.sample_rate
 
 
 def _blocks(chosen: Mechanism, capture: Capture, loader: DataLoader[Any]) -> list[Block]:

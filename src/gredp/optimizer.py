@@ -1,8 +1,6 @@
 """The optimiser a user steps: it charges the ledger, asks rail A for a gradient, and hands it on."""
 
-import math
 import warnings
-from collections import deque
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -20,6 +18,7 @@ from gredp.gradient.step import PrivateStep
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 from gredp.randomness import Split
+from gredp.sampling import Draws
 
 
 class PrivateOptimizer(Optimizer):
@@ -58,6 +57,7 @@ class PrivateOptimizer(Optimizer):
         average: AveragedModel | None = None,
         schedule: NoiseSchedule = CONSTANT,
         split: Split | None = None,
+        draws: Draws | None = None,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
@@ -85,12 +85,11 @@ class PrivateOptimizer(Optimizer):
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name for name, _ in module.named_parameters() if name not in step.views}
         self._skip = self._awaited = self._in_parts = False
-        #: records of each of the loader's batches that no step has used; None before it handed out any
-        self._unused: deque[float] | None = None
-        #: the most records that a step may be on
-        self._drawn = math.inf
-        #: batches of the loader in all, now and when the sum was begun
-        self._handed_out = self._summed_at = 0
+        #: the batches that the loader has drawn
+        self.draws = Draws() if draws is None else draws
+        self._extra: int | None = None  # inputs of the last step beyond the records of its batch
+        #: loops over parts of batches, so far
+        self.passes = 0
         self._processes = world_size()
 
     @property
@@ -160,17 +159,7 @@ class PrivateOptimizer(Optimizer):
         """
         self._skip = do_skip
 
-    def begin_batches(self) -> None:
-        """The loader begins to hand out batches; those it handed out before are not expected any more."""
-        self._unused = deque()
-
-    def expect_batch(self, records: float) -> None:
-        """A whole batch is handed out: one step may use it. Others may be fetched ahead, or left out."""
-        unused = deque([*(self._unused or ()), records])
-        self._unused, self._drawn = unused, max(unused)
-        self._handed_out += 1
-
-    def expect_part(self, last: bool, turn: int, records: float = math.inf) -> None:
+    def expect_part(self, last: bool, turn: int) -> None:
         """A physical batch, drawn for the step `turn`, is handed out: the next step must be its own."""
         if self._awaited:
             raise GredpError(
@@ -179,9 +168,6 @@ class PrivateOptimizer(Optimizer):
             )
         self._awaited, self._turn = True, turn
         self.signal_skip_step(not last)
-        self._drawn = self.private_step.records + records
-        if last:
-            self._unused = deque([records])
 
     @property
     def next_turn(self) -> int:
@@ -193,8 +179,7 @@ class PrivateOptimizer(Optimizer):
         unfinished = self.private_step.accumulated
         self.private_step.discard()
         self.capture.drop()
-        if in_parts:
-            self.begin_batches()
+        self.passes += 1
         self._skip = self._awaited = False
         self._in_parts = in_parts
         return unfinished
@@ -223,17 +208,11 @@ class PrivateOptimizer(Optimizer):
                 "optimizer.step() without a new backward pass: gradients are spent once; "
                 "check that model.train() was called and that the loss depends on the model"
             )
-        inputs = self.private_step.records + spectra.batch
-        if self._drawn and inputs > self._drawn and inputs % self._drawn == 0:
-            raise GredpError(
-                f"the model was run on {inputs} inputs, but {self._drawn} records were drawn: each input "
-                "would be clipped by itself, and a record count several times; for several inputs of a "
-                "record use make_private(views=…), or reshape within the model"
-            )
+        self._refuse_several(self.private_step.records + spectra.batch)
         try:
             with exact(next(iter(self._parameters.values())).device):
                 self.private_step.accumulate(spectra)
-                self._awaited, self._summed_at = False, self._handed_out
+                self._awaited = False
                 if self._skip:
                     return loss
                 gradients = self._release()
@@ -267,20 +246,35 @@ class PrivateOptimizer(Optimizer):
         return self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
 
     def _refuse_twice(self) -> None:
-        """Whatever would add up gradients in which a record may be more than once."""
-        if not self.private_step.accumulated:
-            return
-        if self._in_parts and not self._awaited:
+        if self._in_parts and not self._awaited and self.private_step.accumulated:
             raise GredpError("this part of a batch was stepped with already: its records would count twice")
-        if self._handed_out != self._summed_at:
+
+    def _refuse_several(self, inputs: int) -> None:
+        """Sums in which a record may be more than once, by the number of inputs that they have."""
+        if (self._skip or self.private_step.accumulated) and inputs > self.draws.largest:
+            self.private_step.discard()
             raise GredpError(
-                "the sum holds another batch of the loader, and a record may be in both: for larger batches "
-                "give the loader a larger batch_size, and bound memory by BatchMemoryManager"
+                "these are more inputs than one draw of the loader has records, and a record may be in "
+                "several draws: for larger batches give the loader a larger batch_size, and bound memory by "
+                "BatchMemoryManager; the sum is forgotten"
             )
+        if self._skip:
+            return
+        size = self.draws.size(inputs)
+        extra = None if size is None else inputs - size
+        if size and inputs > size and inputs % size == 0 and extra != self._extra:
+            self.private_step.discard()
+            raise GredpError(
+                f"the model was run on {inputs} inputs, but {size} records were drawn: each input would be "
+                "clipped by itself, and a record count several times; for several inputs of a record use "
+                "make_private(views=…), or reshape within the model"
+            )
+        self._extra = extra
 
     def _charge(self, factor: float) -> None:
         certificate, rate = self._certified[factor], self.sample_rate
-        if self._unused is not None and not self._unused and rate < 1:
+        inputs = self.private_step.records
+        if rate < 1 and not self.draws.fresh(inputs):
             # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
             # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
             warnings.warn(
@@ -291,12 +285,14 @@ class PrivateOptimizer(Optimizer):
             rate = 1.0
         self.ledger.charge(certificate, rate, self._claimed(factor), *self._turns)
         self._turn = None
-        if self._unused:
-            self._unused.popleft()
+        self.draws.spend(inputs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.capture.drop()
         self.original_optimizer.zero_grad(set_to_none)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GredpError("a private optimiser is neither copied nor pickled: keep its state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
         return self.original_optimizer.state_dict()

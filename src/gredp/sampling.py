@@ -37,6 +37,59 @@ if TYPE_CHECKING:
     from gredp.optimizer import PrivateOptimizer
 
 
+class Draws:
+    """Batches that were drawn and that no step has used: each pays for one step at the sampler's rate.
+
+    Which of them a step is on shows by its size alone: batches may be fetched ahead, moved, changed and left
+    out on their way to it. A second step on one is known where none is left, or none of that size.
+    """
+
+    def __init__(self) -> None:
+        #: their sizes; None before the first one: then the caller brings batches of his own
+        self.unused: deque[int] | None = None
+        #: inputs of the last step that used one
+        self.last: int | None = None
+        self._alike = True  # whether all steps were on as many inputs as a batch had records
+
+    def begin(self) -> None:
+        """A new pass. Of an older one, only the last may still be on its way, fetched ahead."""
+        self.unused = deque([*(self.unused or ())][-1:])
+
+    def add(self, size: int) -> None:
+        assert self.unused is not None
+        self.unused.append(size)
+
+    @property
+    def largest(self) -> float:
+        """The most records that one draw can have brought to the step that comes next."""
+        if self.unused:
+            return max(self.unused)
+        return math.inf if self.last is None else self.last
+
+    def size(self, inputs: int) -> int | None:
+        """Of the batch that a step on so many inputs is on; None where there may be others."""
+        if self.unused and inputs not in self.unused:
+            return self.unused[0] if len(self.unused) == 1 else None
+        return inputs if self.unused else self.last
+
+    def fresh(self, inputs: int) -> bool:
+        """Whether a step on so many inputs is the first on its batch."""
+        if self.unused is None or inputs in self.unused:
+            return True
+        again = self._alike and inputs == self.last
+        return bool(self.unused) and not again
+
+    def spend(self, inputs: int) -> None:
+        """Use the batch, if it was not used before."""
+        if not self.unused or not self.fresh(inputs):
+            return
+        self._alike &= inputs in self.unused
+        size = inputs if inputs in self.unused else self.unused[0]
+        while self.unused.popleft() != size:  # those before it were left out
+            pass
+        self.last = inputs
+
+
 class PoissonBatchSampler(Sampler[list[int]]):
     """`steps` independent draws an epoch. An empty draw is yielded, executed and charged like any other.
 
@@ -66,15 +119,17 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.generator, self.secret, self.views = generator, secret or Secret(), int(views)
         #: gives the number of the step that comes next
         self.next_turn: Callable[[], int] = lambda: 0
-        #: of the batches of the newest iteration, in their order; whoever hands one out takes its size
-        self.sizes: deque[int] = deque()
+        #: what optimisers know of the batches; those that share this sampler share it
+        self.draws = Draws()
+        #: records of a batch on average, as it was asked for
+        self.expected = records * sample_rate
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.next_turn()
-        sizes = self.sizes = deque()
+        self.draws.begin()
         for turn in range(first, first + self.steps):
             drawn = self.draw_turn(turn)
-            sizes.append(len(drawn))
+            self.draws.add(len(drawn))
             yield [record for record in drawn for _ in range(self.views)]
 
     def draw_turn(self, turn: int) -> list[int]:
@@ -197,20 +252,13 @@ def poisson_loader(
     # With a stated rate nothing here may depend on the number of records, the number of steps included.
     steps = len(loader) if sample_rate is None else math.ceil(1 / rate)
     collate = EmptyBatches(loader.dataset, loader.collate_fn or default_collate)
+    sampler: PoissonBatchSampler
     if split is not None:
-        cyclic = CyclicBatchSampler(records, rate, steps, split, loader.generator, secret, views)
-        return rebuild(loader, _PhysicalLoader, cyclic, collate)
-    sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views)
-    return rebuild(loader, DataLoader, sampler, collate)
-
-
-def handing_out(loader: DataLoader[Any], optimizer: "PrivateOptimizer") -> DataLoader[Any]:
-    """The same Poisson batches, of which `optimizer` is told."""
-    if not isinstance(loader, _PhysicalLoader):
-        assert isinstance(loader.batch_sampler, PoissonBatchSampler)
-        loader = rebuild(loader, _WholeLoader, loader.batch_sampler, loader.collate_fn)
-    loader.optimizer = optimizer
-    return loader
+        sampler = CyclicBatchSampler(records, rate, steps, split, loader.generator, secret, views)
+    else:
+        sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views)
+    sampler.expected = batch_size
+    return rebuild(loader, DataLoader if split is None else _PhysicalLoader, sampler, collate)
 
 
 def rebuild(
@@ -266,21 +314,6 @@ def part_of(batch: Any, rows: slice) -> Any:
     )
 
 
-class _WholeLoader(DataLoader[Any]):
-    """Tells the optimiser of every batch: a step for which none, or a smaller one, was drawn shows by it."""
-
-    optimizer: "PrivateOptimizer"
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        assert isinstance(self.batch_sampler, PoissonBatchSampler)
-        self.optimizer.begin_batches()
-        sizes: deque[int] | None = None
-        for batch in super().__iter__():
-            sizes = self.batch_sampler.sizes if sizes is None else sizes
-            self.optimizer.expect_batch(sizes.popleft())
-            yield batch
-
-
 class _PhysicalLoader(DataLoader[Any]):
     """Yields parts of logical batches; tells the optimiser, with each, whether it is the last, and its turn.
 
@@ -294,13 +327,16 @@ class _PhysicalLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.optimizer.begin_logical_batches(in_parts=True)
-        words: deque[tuple[bool, int, int]] = deque()
+        words: deque[tuple[bool, int]] = deque()
         sampler = self.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         views = sampler.views
         whole = max(1, self.max_physical_batch_size // views) * views  # the views of a record stay together
         split = _Split(sampler, whole, words)
+        pass_ = self.optimizer.passes
         for batch in rebuild(self, DataLoader, split, self.collate_fn):
+            if self.optimizer.passes != pass_ and self.optimizer.split is None:  # turns tell by themselves
+                raise GredpError("another loop over parts of batches began: finish one before the next")
             self.optimizer.expect_part(*words.popleft())
             yield batch
 
@@ -313,14 +349,14 @@ class _PhysicalLoader(DataLoader[Any]):
 
 
 class _Split(Sampler[list[int]]):
-    def __init__(self, sampler: PoissonBatchSampler, size: int, words: deque[tuple[bool, int, int]]) -> None:
+    def __init__(self, sampler: PoissonBatchSampler, size: int, words: deque[tuple[bool, int]]) -> None:
         self.sampler, self.size, self.words = sampler, size, words
 
     def __iter__(self) -> Iterator[list[int]]:
         for turn, batch in enumerate(self.sampler, self.sampler.next_turn()):
             parts = [batch[i : i + self.size] for i in range(0, max(len(batch), 1), self.size)]
             for i, part in enumerate(parts):
-                self.words.append((i == len(parts) - 1, turn, len(part) // self.sampler.views))
+                self.words.append((i == len(parts) - 1, turn))
                 yield part
 
 
@@ -334,12 +370,14 @@ class BatchMemoryManager:
     def __init__(
         self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: "PrivateOptimizer"
     ) -> None:
-        if max_physical_batch_size < 1:
-            raise GredpError(f"max_physical_batch_size must be at least 1, not {max_physical_batch_size}")
+        if not (max_physical_batch_size >= 1 and float(max_physical_batch_size).is_integer()):
+            raise GredpError(
+                f"max_physical_batch_size must be a whole number of at least 1, not {max_physical_batch_size}"
+            )
         if not isinstance(data_loader.batch_sampler, PoissonBatchSampler):
             raise GredpError("BatchMemoryManager takes the loader that make_private returned")
         self.data_loader = data_loader
-        self.max_physical_batch_size = max_physical_batch_size
+        self.max_physical_batch_size = int(max_physical_batch_size)
         self.optimizer = optimizer
 
     def __enter__(self) -> DataLoader[Any]:

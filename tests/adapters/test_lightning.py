@@ -240,3 +240,10 @@ def test_schedulers_drive_the_private_optimiser(tmp_path):
     assert callback.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     with pytest.raises(GredpError, match="schedulers cannot go on"):
         fit(Scheduled(), private(folder=tmp_path / "run"), epochs=2)
+
+
+def test_steps_that_an_engine_had_charged_before_are_not_those_of_the_run():
+    engine = PrivacyEngine()
+    for total in (8, 16):
+        fit(Classifier(), private(engine=engine), epochs=2)
+        assert engine.ledger.steps == total

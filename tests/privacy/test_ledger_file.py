@@ -154,3 +154,23 @@ def test_links_and_pipes_are_not_read(tmp_path):
     for name in ("link", "pipe", "none"):
         with pytest.raises(GredpError):
             read_ledger(tmp_path / name)
+
+
+def test_an_interrupt_while_a_charge_is_written_ends_the_file_and_loses_nothing(tmp_path, monkeypatch):
+    """The line may be on the disk and not be known here: the next one would not fit behind it."""
+    file = LedgerFile.create(tmp_path / "ledger")
+    file.start()
+    ledger = Ledger()
+    ledger.keep_in(file)
+    ledger.charge(certificate(1.0), 0.5)
+
+    def interrupted(descriptor):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.charge(certificate(1.0), 0.5)
+    with pytest.raises(GredpError, match="is closed"):
+        ledger.charge(certificate(1.0), 0.5)
+    assert read_ledger(tmp_path / "ledger").steps == 2

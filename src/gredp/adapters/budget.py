@@ -33,6 +33,8 @@ class Budget:
     options: dict[str, Any] = field(default_factory=dict)
     engine: PrivacyEngine = field(default_factory=PrivacyEngine)
     steps: int = 0
+    #: steps of the engine that were charged before this run's first
+    before: int = 0
 
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -54,7 +56,7 @@ class Budget:
         assert isinstance(sampler, PoissonBatchSampler)
         if not (steps >= 1 and math.isfinite(steps)):
             raise GredpError(f"the number of steps must be fixed and positive before training, not {steps}")
-        self.steps = int(steps)
+        self.steps, self.before = int(steps), self.engine.ledger.steps
         multiplier = self.noise_multiplier
         if multiplier is None:
             assert self.target_epsilon is not None
@@ -83,7 +85,7 @@ class Budget:
 
     @property
     def charged(self) -> int:
-        return self.engine.ledger.steps - self.engine.ledger.inherited
+        return self.engine.ledger.steps - max(self.before, self.engine.ledger.inherited)
 
     @property
     def used_up(self) -> bool:

@@ -70,10 +70,8 @@ class PrivateTrainer(Trainer):
     # ---------------------------------------------------------------- what the Trainer asks for, in its order
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **settings: Any) -> Any:
-        if self.engine.ledger.steps:
-            raise GredpError(
-                f"{self.engine.ledger.steps} steps are charged already: make a new PrivateTrainer"
-            )
+        if self.budget.charged:
+            raise GredpError(f"{self.budget.charged} steps are charged already: make a new PrivateTrainer")
         refuse(self)
         if resume_from_checkpoint or trial is not None:
             raise GredpError(

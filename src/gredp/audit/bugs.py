@@ -123,7 +123,7 @@ def clip_of_the_mean_loss(patch: Patch) -> None:
 def views_clipped_one_by_one(patch: Patch) -> None:
     """Each view of a record is bounded by itself, so that K of them move the sum by up to K·C."""
     patch.setattr(capture.Capture, "views", property(lambda self: 1, lambda self, views: None))
-    patch.setattr(optimizer.PrivateOptimizer, "_drawn", property(lambda self: math.inf, lambda *_: None))
+    patch.setattr(optimizer.PrivateOptimizer, "_refuse_several", lambda self, inputs: None)
 
 
 def views_of_a_record_torn_apart(patch: Patch) -> None:
@@ -563,7 +563,7 @@ def another_split_after_a_restart(patch: Patch) -> None:
 def batches_out_of_turn_let_through(patch: Patch) -> None:
     """The turns shift against the noise: a record takes part again a step too early."""
     patch.setattr(optimizer.PrivateOptimizer, "_turn", property(lambda self: self.next_turn, lambda *_: None))
-    patch.setattr(optimizer.PrivateOptimizer, "_unused", property(lambda self: None, lambda *_: None))
+    patch.setattr(sampling.Draws, "fresh", lambda self, inputs: True)
 
 
 # ------------------------------------------------------------------ steps and draws
@@ -586,12 +586,12 @@ def batches_of_one_model_drawn_again_for_the_next(patch: Patch) -> None:
 
 
 def every_step_charged_as_a_new_draw(patch: Patch) -> None:
-    patch.setattr(optimizer.PrivateOptimizer, "_unused", property(lambda self: None, lambda *_: None))
+    patch.setattr(sampling.Draws, "fresh", lambda self, inputs: True)
 
 
 def draws_added_up(patch: Patch) -> None:
     """A record may be in each of them, and is charged for one."""
-    patch.setattr(optimizer.PrivateOptimizer, "_refuse_twice", lambda self: None)
+    patch.setattr(optimizer.PrivateOptimizer, "_refuse_several", lambda self, inputs: None)
 
 
 def terms_that_cancel_not_counted(patch: Patch) -> None:

@@ -144,6 +144,9 @@ class LedgerFile:
         except OSError as error:
             self.close()  # the line may be there in part; only a new start may put it right
             raise cannot(self.path, "written", error) from None
+        except BaseException:  # an interrupt: the line may be there and not be known
+            self.close()
+            raise
         self.written.take(line, mark)
 
     def close(self) -> None:

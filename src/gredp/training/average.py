@@ -6,6 +6,11 @@ from torch.optim.swa_utils import AveragedModel
 from gredp.errors import GredpError
 
 
+def check_decay(decay: float) -> None:
+    if not 0 <= decay < 1:
+        raise GredpError(f"the decay of the average must lie in [0, 1), 0 for none, not {decay}")
+
+
 class WeightAverage(AveragedModel):
     """After update t the average moves to the new weights by 1 − min(decay, (1 + t)/(10 + t)).
 
@@ -13,8 +18,7 @@ class WeightAverage(AveragedModel):
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        if not 0 < decay < 1:
-            raise GredpError(f"the decay of the average must lie in [0, 1), 0 for none, not {decay}")
+        check_decay(decay)
         self.decay = decay
         super().__init__(module, avg_fn=self._moved)
 
