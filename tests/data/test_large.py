@@ -61,6 +61,7 @@ def test_mapped_records_equal_those_in_memory(tmp_path, kind):
         assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_folder_equals_one_on_an_archive(tmp_path, capsys):
     folder = folder_of(tmp_path / "mine")
     np.savez(tmp_path / "mine.npz", **{p.stem: np.load(p) for p in Path(folder).iterdir()})

@@ -29,6 +29,7 @@ def true_energies(model, optimizer, x, y) -> torch.Tensor:
         return torch.cat([energies(gradients[name], view) for name, view in views.items()], 1).mean(0)
 
 
+@pytest.mark.slow
 def test_shaping_saves_noise_on_real_gradients_of_model3():
     """Handwritten digits on Model-3's shape: at most 0.6 of white noise's energy, with learned weights."""
     digits = load("digits")
