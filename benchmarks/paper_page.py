@@ -5,16 +5,19 @@ python benchmarks/paper_page.py --check    # exit status 1 if they are not curre
 """
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from gredp.privacy.accountant import round_up
-from gredp.reproduce.cells import HELD_OUT, PAPER, Cell, Scale, Target, cells
+from gredp.privacy.accountant import epsilon, round_up
+from gredp.privacy.ledger import Entry
+from gredp.privacy.paper_claims import claimed_sigma
+from gredp.reproduce.cells import EPOCHS, HELD_OUT, PAPER, Cell, Scale, Target, cells
 from gredp.reproduce.figures import draw_dynamics, draw_epsilon
 from gredp.reproduce.paper import HEADLINE
-from gredp.reproduce.tables import HEADER, Line, by_setting, lines, markdown
+from gredp.reproduce.tables import HEADER, Line, by_setting, clipped_layers, lines, markdown
 
 ROOT = Path(__file__).parent.parent
 OUT, DOCS = ROOT / "results" / "paper", ROOT / "docs"
@@ -47,8 +50,7 @@ themselves.
 
 {summary}
 
-Lines with fewer epochs stop early: compare them with the plain line above them. AlexNet, which has no
-normalisation, has hardly begun to learn after 8 epochs, with or without noise.
+Lines with fewer epochs stop early: compare them with the plain line above them. {early}
 
 ## How we read the paper
 - Settings are the paper's where it states them: batch {batch_size}, learning rate {lr} ({transfer_lr} for
@@ -62,8 +64,8 @@ normalisation, has hardly begun to learn after 8 epochs, with or without noise.
   padded product, of which the kernel is a small part; `make_private(grid="padded")` does that. {layers}
 - ε is claimed by the Rényi accountant with Poisson sampling at noise multiplier σ. The one figure by which
   this can be checked, ε ≈ 0.31 "at the beginning" of a training that ends at 2, is below what that
-  accountant gives after a single step of 30 epochs (0.50); a tighter accountant, or more epochs, would fit
-  it.
+  accountant gives after a single step of 30 epochs ({one_step:.2f}); a tighter accountant, or more epochs,
+  would fit it.
 - **Spectral-DP** is our reading too: the lowest half of the frequencies of a kernel's own grid, cut out
   before the clip, with noise parts σ/√2. The paper writes that it implemented Spectral-DP itself; it does
   not state its ρ, calls ρ above 0.5 sometimes better, and gives its noise as (K/N)S²σ², twice ours for a
@@ -118,8 +120,8 @@ half an hour.
 That Theorem 3 fails for equal parts needs no game: the exact ε of one release at its σ is the proven one
 above. The game's bound takes the noise to be Gaussian. Corollary 2 as printed fails for another reason as
 well: it turns (ε, δ)-DP into Rényi divergences by reading Proposition 1 backwards, and its σ lies outside
-of ε ≤ 1, for which Theorem 3 is stated; DP-SGD with the full noise passes its claim too. The line with the
-Rényi accountant shows the factor √2 alone.
+of ε ≤ 1, for which Theorem 3 is stated; DP-SGD with all of the noise spends more than it
+says too. The line with the Rényi accountant shows the factor √2 alone.
 
 ## Why figures differ
 - **Claimed rows have less noise than their ε buys.** The proven ε beside them shows how much; the factors
@@ -132,9 +134,9 @@ Rényi accountant shows the factor √2 alone.
 - **At the same proven ε, GReDP with white noise is DP-SGD** up to the block-circulant layers, which have
   fewer parameters: what is left between these two rows is the parametrisation, or chance.
 - **What we could not see** is the paper's code. In the public code of Spectral-DP each record's gradient of
-  the *mean* loss is clipped and gets noise divided by the batch size, which leaves 16 to 32 times less
-  noise than σ says ([theory](theory.md)). Code like that would explain figures as high as the paper's;
-  whether it was so we do not know.
+  the *mean* loss is clipped and gets noise divided by the batch size, which leaves a √(2B)th of the
+  noise that σ says ([theory](theory.md)): {less:.0f} times less for a batch of {batch_size}. Code like that
+  would explain figures as high as the paper's; whether it was so we do not know.
 - **Shaped noise** lowers the energy of the noise at the same ε; where accuracy does not follow, the
   settings or the network do not turn energy into accuracy (see [ingredients](ingredients.md)).
 
@@ -161,10 +163,25 @@ def layers() -> str:
     for target in ("table1", "table2"):
         for line in best(target):
             if line.cell.row == "gredp-claimed":
-                found.setdefault(line.cell.model, line.clipped_layers)
+                found.setdefault(line.cell.model, clipped_layers(line.records[0]["guarantee"]))
     told = ", ".join(f"{count} for {network}" for network, count in found.items())
     ours = " (19 of them the group normalisations that are ours)" if "resnet20" in found else ""
     return f"L is {told}{ours}." if told else ""
+
+
+def early(found: list[Line]) -> str:
+    """How far networks with fewer epochs come without any noise."""
+    plain = [line for line in found if line.cell.row == "plain" and line.cell.epochs < EPOCHS["full"]]
+    told = [f"{line.cell.model} reaches {line.mean:.1f} % in {line.cell.epochs} epochs" for line in plain]
+    return f"Without noise {', '.join(told)}." if told else ""
+
+
+def one_step() -> float:
+    """ε that the paper's accountant claims after the first of LeNet-5's steps, on the way to ε = 2."""
+    records, delta = 60_000, PAPER["delta"]
+    rate = PAPER["batch_size"] / records
+    sigma = claimed_sigma(2.0, delta, rate, EPOCHS["full"] * math.ceil(1 / rate))
+    return epsilon([Entry(sigma, rate, 1)], delta, "rdp")
 
 
 def beginning() -> str:
@@ -360,6 +377,9 @@ def page() -> str:
             )
         ),
         layers=layers(),
+        early=early(table1),
+        one_step=one_step(),
+        less=math.sqrt(2 * PAPER["batch_size"]),
         beginning=beginning(),
         transfer_lr=0.001,
         tuning=over(lines(cells("tuning", "full"), OUT), "batch_size", "lr"),

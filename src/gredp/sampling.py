@@ -333,9 +333,9 @@ class _PhysicalLoader(DataLoader[Any]):
         views = sampler.views
         whole = max(1, self.max_physical_batch_size // views) * views  # the views of a record stay together
         split = _Split(sampler, whole, words)
-        pass_ = self.optimizer.passes
+        begun = self.optimizer.passes
         for batch in rebuild(self, DataLoader, split, self.collate_fn):
-            if self.optimizer.passes != pass_ and self.optimizer.split is None:  # turns tell by themselves
+            if self.optimizer.passes != begun and self.optimizer.split is None:  # turns tell by themselves
                 raise GredpError("another loop over parts of batches began: finish one before the next")
             self.optimizer.expect_part(*words.popleft())
             yield batch

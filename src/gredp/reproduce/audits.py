@@ -6,6 +6,7 @@ from typing import Any
 
 from gredp.audit.lower_bound import audited_lower_bound
 from gredp.reproduce.cells import ROWS, Cell
+from gredp.reproduce.tables import clipped_layers
 from gredp.reproduce.theorems import check_theorems
 from gredp.training.jobs import read_record, record_file
 from gredp.training.record import header, save
@@ -34,10 +35,8 @@ def audit_cells(cells: Iterable[Cell], out: Path, plays: int) -> None:
 
 
 def _layers(cell: Cell, guarantee: dict[str, Any]) -> int:
-    """How many layers are each clipped to the norm: under the paper's calibration z = σ/√(2L)."""
-    if ROWS[cell.row].get("claim") != "paper":
-        return 2
-    return max(2, round((guarantee["sigma"] / float(guarantee["noise_multiplier"])) ** 2 / 2))
+    """How many blocks to play: as many as are each clipped to the norm, otherwise two stand for all."""
+    return max(2, clipped_layers(guarantee)) if ROWS[cell.row].get("claim") == "paper" else 2
 
 
 def audit_theorems(out: Path, trials: int, plays: int) -> list[dict[str, Any]]:

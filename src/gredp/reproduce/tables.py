@@ -49,12 +49,6 @@ class Line:
         return None if None in claims else max(map(float, claims))
 
     @property
-    def clipped_layers(self) -> int:
-        """L, that are each clipped to the norm: under the paper's calibration z = σ/√(2L)."""
-        guarantee = self.records[0]["guarantee"]
-        return round((guarantee["sigma"] / float(guarantee["noise_multiplier"])) ** 2 / 2)
-
-    @property
     def seconds(self) -> float:
         return sum(record["seconds"] for record in self.records)
 
@@ -77,6 +71,11 @@ class Line:
             f"{round_up(self.proven, 3)}" if private else "∞",
             f"≥ {bounds[0]:.3f}" if bounds else "–",  # the best of several games would be wrong more often
         )
+
+
+def clipped_layers(guarantee: dict[str, Any]) -> int:
+    """L, that are each clipped to the norm: under the paper's calibration z = σ/√(2L)."""
+    return round((guarantee["sigma"] / float(guarantee["noise_multiplier"])) ** 2 / 2)
 
 
 def lines(cells: Iterable[Cell], out: Path) -> list[Line]:
