@@ -5,6 +5,8 @@ import math
 import os
 import shutil
 import tomllib
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -305,6 +307,18 @@ def test_the_last_images_are_of_all_classes(tmp_path):
     held = hold_out(load(str(root)), 30)
     assert 5 <= int(held.y_test.sum()) <= 25
     assert 5 <= int(held.y_train.sum()) - 14 <= 25
+
+
+def test_holding_out_records_sorted_by_class_is_warned_of():
+    data = load("digits")
+    order = data.y_train.argsort()
+    in_order = replace(data, x_train=data.x_train[order], y_train=data.y_train[order])
+    with pytest.warns(UserWarning, match="the last 200 training records are of 2 of 10 classes only"):
+        hold_out(in_order, 200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hold_out(data, 200)
+        hold_out(in_order, 20)  # too few to tell
 
 
 def test_images_of_many_sizes_are_scaled_when_told(tmp_path):

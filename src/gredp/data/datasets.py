@@ -7,6 +7,7 @@ class folders are read by `images.py`, tables by `tables.py`. Nothing that could
 """
 
 import os
+import warnings
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 LARGEST_FILE = 8 << 30
 #: floats are meant to lie in [0, 1] or to be standardised; beyond this they are bytes that nobody scaled
 LARGEST_FLOAT = 64
+#: of so many records for each class held out, in no order, all but e⁻²⁰ of the classes are seen
+ENOUGH_FOR_ALL = 20
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,13 @@ def hold_out(data: Splits, count: int) -> Splits:
         (x[:border], x[border:]) if isinstance(x, Tensor) else (x.part(0, border), x.part(border, end))
     )
     y = data.y_train
+    seen = len(y[border:].unique())
+    if seen < data.classes and count >= ENOUGH_FOR_ALL * data.classes:
+        warnings.warn(
+            f"the last {count} training records are of {seen} of {data.classes} classes only: if the records "
+            "are sorted by class, shuffle the file, or accuracy on them says little",
+            stacklevel=2,
+        )
     return replace(data, x_train=rest, y_train=y[:border], x_test=held, y_test=y[border:])
 
 
