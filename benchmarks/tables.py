@@ -1,14 +1,12 @@
 """How the defaults for tables do on public ones: three folds of each, at two ε; writes results/tables.json.
 
-    python benchmarks/tables.py            # measures
-    python benchmarks/tables.py --page     # writes the table of docs/own_data.md from the record
-    python benchmarks/tables.py --check    # is the page what the record says?
+    python benchmarks/tables.py
+    python benchmarks/tables_page.py       # writes the table of docs/own_data.md from the record
 
 The folds are of public data, so nothing that was chosen by them costs any ε.
 """
 
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +24,6 @@ from gredp.training.settings import TrainSettings
 from gredp.training.table_defaults import table_defaults
 
 ROOT = Path(__file__).parent.parent
-RECORD, PAGE = ROOT / "results" / "tables.json", ROOT / "docs" / "own_data.md"
-BEGIN, END = "<!-- from results/tables.json -->\n", "<!-- end -->\n"
 EPSILONS, FOLDS = (2.0, 8.0), 3
 
 
@@ -80,30 +76,5 @@ def measure() -> dict:
     return {**header(["benchmarks/tables.py"]), "kind": "tables", "delta": 1e-5, "rows": rows}
 
 
-def page(record: dict) -> str:
-    """docs/own_data.md with the table of this record."""
-    lines = [
-        "| table | records | columns | " + " | ".join(f"ε = {e:g}" for e in EPSILONS)
-        + " | logistic regression, not private |",
-        "|---|---|---|" + "---|" * (len(EPSILONS) + 1),
-    ]  # fmt: skip
-    for row in record["rows"]:
-        cells = [row["accuracy"][f"{e:g}"] for e in EPSILONS] + [row["logistic_regression"]]
-        shown = " | ".join(f"{100 * np.mean(c):.1f} ({100 * min(c):.1f}–{100 * max(c):.1f})" for c in cells)
-        lines.append(f"| {row['data']} | {row['records']} | {row['features']} | {shown} |")
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return head + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
-
-
-def main() -> None:
-    if sys.argv[1:] == ["--check"]:
-        if page(json.loads(RECORD.read_text())) != PAGE.read_text(encoding="utf-8"):
-            sys.exit(f"{PAGE} is not what {RECORD} says: python benchmarks/tables.py --page")
-        return
-    if sys.argv[1:] != ["--page"]:
-        save(RECORD, measure())
-    PAGE.write_text(page(json.loads(RECORD.read_text())), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    save(ROOT / "results" / "tables.json", measure())

@@ -103,7 +103,7 @@ def test_no_pickle_is_loaded():
         "benchmarks/cluster_page.py",
         "benchmarks/paper_page.py",
         "benchmarks/accuracy_page.py",
-        "benchmarks/tables.py",
+        "benchmarks/tables_page.py",
         "benchmarks/theory_figures.py",
         "benchmarks/bands_page.py",
         "tests/faults/record.py",

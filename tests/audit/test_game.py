@@ -99,7 +99,8 @@ def test_steps_that_release_nonsense_are_refused():
         audit(bugs.honest_step, ((8,),), CLAIM, plays=5)
 
 
-@pytest.mark.parametrize("noise", ["white", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", ["white", "real"])
 def test_a_claim_of_the_paper_falls_and_the_proven_one_stands(noise):
     """Few plays, seeded; `gredp audit --all` plays every case, without a seed."""
     options = {"method": "gredp", "noise": noise, "claim": "paper", "clipping": "flat"}
