@@ -54,7 +54,7 @@ TUNED: dict[str, dict[str, dict[str, object]]] = {
 TRIED: dict[str, dict[str, tuple[object, ...]]] = {
     "lenet5": {"batch_size": (500, 2000), "lr": (0.03, 0.1, 0.3, 1.0)},
     "lenet-small": {"batch_size": (192,), "lr": (0.1, 0.3)},
-    "resnet18-1conv": {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0)},
+    "resnet18-1conv": {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0, 3.0)},
 }
 HELD_OUT = {"lenet5": 10_000, "lenet-small": 300, "resnet18-1conv": 10_000}
 TUNED_EPOCHS = {"lenet5": 15, "lenet-small": 15, "resnet18-1conv": 3}
