@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 RECORDS = [
     ROOT / "results" / name for name in ("step_time.json", "step_time_one_thread.json", "scaling.json")
 ]
+KEPT = ROOT / "results" / "kept_memory.json"
 PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "performance.svg"
 TEXT = (Path(__file__).parent / "performance.md.in").read_text()
 #: the ratios that were aimed for, by network
@@ -63,6 +64,19 @@ def batch_table(batch: dict) -> str:
         seconds = [f"{cells[v]['seconds']:.2f} s" for v in ("plain", "dpsgd", "gredp shaped")]
         above = cells["gredp shaped"]["peak_bytes"] - cells["plain"]["peak_bytes"]
         rows.append([size, *seconds, f"{above / 2**20:.0f} MiB"])
+    return markdown(rows)
+
+
+def kept_table(networks: dict) -> str:
+    """What keeping freed memory changes, for a plain and for a private step."""
+    rows = [["network", "plain: time", "peak memory", "gredp: time", "peak memory"]]
+    for name, cells in networks.items():
+        changes = [
+            f"{100 * (cells[f'{variant} kept'][what] / cells[variant][what] - 1):+.0f} %"
+            for variant in ("plain", "gredp")
+            for what in ("seconds", "peak_bytes")
+        ]
+        rows.append([name, *changes])
     return markdown(rows)
 
 
@@ -120,6 +134,7 @@ def digest() -> str:
 
 def page() -> str:
     steps, one, scaling = (json.loads(path.read_text()) for path in RECORDS)
+    kept = json.loads(KEPT.read_text())
     largest = scaling["batch"][max(scaling["batch"], key=int)]
     above = max(largest[v]["peak_bytes"] for v in largest) - largest["plain"]["peak_bytes"]
     shaped = {
@@ -137,6 +152,8 @@ def page() -> str:
         one_command=one["command"],
         profile=profile_table(scaling["profile"]),
         shaped=", ".join(f"{n} {100 * share:+.0f} %" for n, share in shaped.items()),
+        kept_command=kept["command"],
+        kept=kept_table(kept["networks"]),
         scaling_command=scaling["command"],
         batch=batch_table(scaling["batch"]),
         above=f"{above / 2**20:.0f} MiB",

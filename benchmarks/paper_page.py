@@ -16,7 +16,7 @@ from gredp.privacy.ledger import Entry
 from gredp.privacy.paper_claims import claimed_sigma
 from gredp.reproduce.cells import EPOCHS, HELD_OUT, PAPER, TUNED, Cell, Scale, Target, cells
 from gredp.reproduce.figures import draw_dynamics, draw_epsilon
-from gredp.reproduce.paper import HEADLINE
+from gredp.reproduce.paper import CLIPPING, HEADLINE, LEARNING_RATE
 from gredp.reproduce.tables import HEADER, Line, by_setting, clipped_layers, lines, markdown
 
 ROOT = Path(__file__).parent.parent
@@ -285,8 +285,9 @@ def rates() -> str:
     if None in ends or ends[0] >= ends[1]:
         return ""
     return (
-        "- **The learning rate.** In the paper accuracy falls as the rate grows, from 96.73 % at 0.001; "
-        f"here\n  it rises, from {ends[0]:.1f} % at 0.001 to {ends[1]:.1f} % at 0.1 for the claimed row. The "
+        "- **The learning rate.** In the paper accuracy falls as the rate grows, from "
+        f"{LEARNING_RATE[0.001]} % at 0.001; here\n  it rises, from {ends[0]:.1f} % at 0.001 to "
+        f"{ends[1]:.1f} % at 0.1 for the claimed row. The "
         "paper's steps look longer\n  than ours at the same rate, as they would be with a sum over the batch "
         "in place of a mean." + _norms()
     )
@@ -301,9 +302,10 @@ def _norms() -> str:
     }
     if len(found) < 2:
         return ""
+    paper = [CLIPPING["lenet5"][norm][0.5] for norm in (0.1, 1.0)]
     return (
         f"\n  Table 3 points the same way: at ε = 0.5 a norm of 0.1 leaves {found[0.1]:.1f} of "
-        f"{found[1.0]:.1f} % here, and 95.47 of 95.68 %\n  in the paper."
+        f"{found[1.0]:.1f} % here, and {paper[0]} of {paper[1]} %\n  in the paper."
     )
 
 

@@ -2,7 +2,8 @@
 
 python benchmarks/worker.py NETWORK VARIANT BATCH THREADS [PHYSICAL]    (driven over standard input)
 
-A batch of 0 is the network's own; PHYSICAL records are in memory at once.
+A batch of 0 is the network's own; PHYSICAL records are in memory at once. A variant that ends in "kept"
+keeps the memory that its steps free, as `gredp train` does.
 """
 
 import json
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gredp
+from gredp.training.memory import keep_freed_memory
 
 OURS: dict[str, dict[str, Any]] = {
     "dpsgd": {"method": "dpsgd"},
@@ -86,6 +88,9 @@ def memory(field: str) -> int:
 
 def main() -> None:
     name, variant, batch, threads, *physical = sys.argv[1:]
+    if variant.endswith(" kept"):
+        keep_freed_memory()
+        variant = variant.removesuffix(" kept")
     warnings.simplefilter("ignore")
     torch.set_num_threads(int(threads))
     if variant.startswith("opacus"):

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gredp import cli
+
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_no_process_group() -> Iterator[None]:
@@ -16,3 +18,10 @@ def _one_thread_and_no_process_group() -> Iterator[None]:
     yield
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _pages_where_they_are_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pictures of a page take longer than a short run: drawn where a mark or a module's fixture asks."""
+    if request.node.get_closest_marker("pages") is None:
+        monkeypatch.setattr(cli, "_try_report", lambda folder: None)

@@ -121,6 +121,7 @@ def test_wrong_accounts_are_refused_in_one_line(capsys, arguments, words):
     assert words in refused(capsys, "account", *arguments)
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("method", ["plain", "dpsgd", "spectral_dp", "gredp"])
 def test_training_leaves_a_record_and_a_model(capsys, tmp_path, method):
     folder = tmp_path / "run"

@@ -116,8 +116,10 @@ def run_train(settings: TrainSettings) -> None:
     settings.check()
     from gredp.console import Bar, show_run
     from gredp.training.loop import train
+    from gredp.training.memory import keep_freed_memory
     from gredp.training.record import dumps
 
+    keep_freed_memory()
     if settings.json:
         run = train(settings)
         if not run.record:  # one of several processes, not the first

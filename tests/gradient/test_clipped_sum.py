@@ -139,6 +139,17 @@ def middle_norm(gradients: Mapping[str, Tensor]) -> float:
     return float(energies.sum(0).sqrt().median())
 
 
+@every_world
+def test_plain_training_takes_the_ordinary_gradient_and_no_norms(world, monkeypatch):
+    build, data = WORLDS[world]
+    monkeypatch.setattr("gredp.gradient.clip.energies", None)
+    twin, x = build(), data()
+    wavy(twin(x)).sum().backward()
+    assert_sums_equal(
+        released_sum(build(), x, 1.0, method="plain"), {n: p.grad for n, p in twin.named_parameters()}
+    )
+
+
 def prepare(world: str) -> tuple[nn.Module, Tensor, dict[str, Tensor], float]:
     build, data = WORLDS[world]
     model, x = build(), data()

@@ -48,14 +48,14 @@ def fix_weights(optimizer, weights: torch.Tensor | None = None) -> None:
         shape._squared = weights
 
 
-LAYERS = {
-    "linear 64": (lambda: nn.Linear(64, 50), (2, 64)),
-    "linear 45": (lambda: nn.Linear(45, 31), (2, 45)),
-    "circulant 8": (lambda: BlockCirculantLinear(64, 64, 8), (2, 64)),
-    "circulant 7": (lambda: BlockCirculantLinear(64, 64, 7), (2, 64)),
-    "conv 3x3": (lambda: SpectralConv2d(8, 16, 3, padding=1), (2, 8, 5, 5)),
-    "conv 4x2": (lambda: nn.Conv2d(8, 16, (4, 2)), (2, 8, 6, 5)),
-    "conv1d": (lambda: nn.Conv1d(8, 16, 5), (2, 8, 9)),
+LAYERS = {  # large, so that few steps make up the draws
+    "linear 64": (lambda: nn.Linear(64, 500), (2, 64)),
+    "linear 45": (lambda: nn.Linear(45, 331), (2, 45)),
+    "circulant 8": (lambda: BlockCirculantLinear(256, 512, 8), (2, 256)),
+    "circulant 7": (lambda: BlockCirculantLinear(253, 509, 7), (2, 253)),
+    "conv 3x3": (lambda: SpectralConv2d(32, 48, 3, padding=1), (2, 32, 5, 5)),
+    "conv 4x2": (lambda: nn.Conv2d(32, 48, (4, 2)), (2, 32, 6, 5)),
+    "conv1d": (lambda: nn.Conv1d(40, 64, 5), (2, 40, 9)),
 }
 
 

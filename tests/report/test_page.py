@@ -119,6 +119,7 @@ def test_training_leaves_a_page_that_says_what_the_ledger_says(runs):
     assert "dp-accounting" in page.words
 
 
+@pytest.mark.pages
 def test_parts_that_take_turns_are_said(tmp_path):
     """8 steps over 4 bands are 2 mechanisms at four times the rate; ε is the ledger's."""
     run = tmp_path / "banded"
@@ -193,6 +194,7 @@ def test_a_test_split_of_private_records_is_not_taken_to_be_public(runs, tmp_pat
     assert "taken to be public" not in page.words
 
 
+@pytest.mark.pages
 def test_an_infinite_epsilon_is_no_guarantee(tmp_path):
     main(["train", *QUICK, "--method", "plain", "--out", str(tmp_path / "run")])
     page = safe(tmp_path / "run" / "report.html")
@@ -333,6 +335,7 @@ def test_what_is_no_run_is_refused_in_one_line(runs, tmp_path, capsys):
     assert "cannot be written" in refused(capsys, str(runs / "paper"), "--out", nowhere)
 
 
+@pytest.mark.pages
 def test_a_page_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no ink")
@@ -347,6 +350,7 @@ def test_a_page_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, capsys):
     assert "no report was written (no ink)" in said.err
 
 
+@pytest.mark.pages
 def test_the_path_of_the_page_is_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     main(["train", *QUICK[:-1], "--out", str(tmp_path / "run")])

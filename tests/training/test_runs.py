@@ -236,6 +236,7 @@ def test_a_fork_does_not_hide_noise_that_is_known(capsys, tmp_path):
     TrainSettings(fork=str(tmp_path / "a"), insecure_seed=2).check()
 
 
+@pytest.mark.pages
 def test_a_run_that_diverges_ends_with_its_record(capsys, tmp_path):
     out = tmp_path / "a b"
     main(["train", *SMALL, "--method", "dpsgd", "--lr", "1e12", "--track", "jsonl", "--out", str(out)])

@@ -4,6 +4,7 @@ Formal guarantee. For every clip group the released contribution of a record, in
 domain, has norm at most the group's clip_norm. A record whose gradient is not finite contributes zero.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,6 +67,15 @@ def _least(spectra: PerSampleSpectra, name: str, energy: Tensor, plan: StepPlan)
     return reach * LEAST_LEFT[gradient.dtype] ** 2
 
 
+def _unbounded(spectra: PerSampleSpectra) -> ClippedSpectra:
+    """For balls without end: certified as no privacy at all."""
+    factors = {
+        name: torch.full((spectra.batch,), spectra.scale, dtype=gradient.dtype, device=gradient.device)
+        for name, gradient in spectra.gradients.items()
+    }
+    return ClippedSpectra(spectra.gradients, factors, {}, torch.ones(spectra.batch, dtype=torch.bool))
+
+
 def clip(
     spectra: PerSampleSpectra,
     plan: StepPlan,
@@ -75,6 +85,8 @@ def clip(
     """Factors min(1, c/‖v‖) of each record and clip group, v being weighted by w over frequencies."""
     if not isinstance(spectra, PerSampleSpectra):
         raise TypeError(f"only PerSampleSpectra can be clipped, not {type(spectra).__name__}")
+    if all(math.isinf(group.clip_norm) for group in plan.groups):
+        return _unbounded(spectra)
     found = {
         name: energies(gradient, views[name]).clamp(min=0) * spectra.scale**2
         for name, gradient in spectra.gradients.items()

@@ -59,8 +59,16 @@ class PerSampleGradient(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
+        return self._stored.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._stored.device
+
+    @property
+    def _stored(self) -> Tensor:
         values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
-        return next(v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point())
+        return next(v for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
     def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> "PerSampleGradient":
         """The form in which to keep it until the step: itself, or something smaller.

@@ -3,16 +3,24 @@
 import math
 from dataclasses import dataclass, replace
 
-from gredp.mechanisms.plan import Blocks, ClipGroup, Mechanism, StepPlan
+from gredp.mechanisms.plan import Blocks, ClipGroup, Mechanism, Needs, StepPlan
 
 
 @dataclass(frozen=True)
 class Plain(Mechanism):
-    """The baseline. K is the whole space, so the certificate's multiplier is 0."""
+    """The baseline. K is the whole space, so the certificate's multiplier is 0.
+
+    No norm is taken, so that it costs what it does elsewhere, and a record that is not finite spoils the
+    model as it does elsewhere.
+    """
 
     name = "plain"
     claimed_by_paper = False
     clipping = "flat"
+
+    @property
+    def needs(self) -> Needs:
+        return "inputs"
 
     def step(
         self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float

@@ -158,7 +158,7 @@ class Mechanism(ABC):
 
     @property
     def needs(self) -> Needs:
-        """What the clip asks of a layer: norms, energies by frequency, or all there is for a padded grid."""
+        """What the clip asks of a layer: norms, energies by frequency, or nothing before the sum's inputs."""
         return "inputs" if self.transform == "padded" else "norms"
 
     def unit_multiplier(
