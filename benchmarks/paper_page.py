@@ -106,11 +106,11 @@ read as 0.1. For the other networks it says that batches of 2048 cost 6.86 (Mode
 
 ## Settings for the noise that is really there
 Accuracies below are those on {held:,} training records that were held out: the test set chose nothing. Each
-row's best line gives the settings of its tuned lines in Table 1 and 2; on CIFAR-100 they are those that were
-best on CIFAR-10. A batch of 2000 is the largest that was tried. ε holds for the settings as if they had been
-given: that they were chosen on private records is not covered ([selection](selection.md) can do it
-privately). Clipping is automatic: every gradient is brought to the norm. The larger networks for CIFAR-10
-were not tuned: each trial takes half an hour.
+row's best line gives the settings of its tuned lines in Table 1 and 2; rows without lines here take GReDP's,
+and on CIFAR-100 they are those that were best on CIFAR-10. A batch of 2000 is the largest that was tried. ε
+holds for the settings as if they had been given: that they were chosen on private records is not covered
+([selection](selection.md) can do it privately). Clipping is automatic: every gradient is brought to the norm.
+The larger networks for CIFAR-10 were not tuned: each trial takes half an hour.
 
 {tuning}
 
