@@ -9,6 +9,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from gredp.privacy.accountant import epsilon, round_up
@@ -17,7 +18,7 @@ from gredp.privacy.paper_claims import claimed_sigma
 from gredp.reproduce.cells import EPOCHS, HELD_OUT, PAPER, TUNED, Cell, Scale, Target, cells
 from gredp.reproduce.figures import draw_dynamics, draw_epsilon
 from gredp.reproduce.paper import CLIPPING, HEADLINE, LEARNING_RATE
-from gredp.reproduce.tables import HEADER, Line, by_setting, clipped_layers, lines, markdown
+from gredp.reproduce.tables import HEADER, Line, by_setting, clipped_layers, lines, markdown, paper_figure
 
 ROOT = Path(__file__).parent.parent
 OUT, DOCS = ROOT / "results" / "paper", ROOT / "docs"
@@ -293,6 +294,27 @@ def rates() -> str:
     )
 
 
+def chosen() -> str:
+    """What settings of its own do for DP-SGD on transferred networks."""
+    found: dict[str, dict[bool, Line]] = {}
+    for line in best("table2", ("resnet18-1conv", "dpsgd")):
+        if line.cell.epsilon == 2.0:
+            found.setdefault(line.cell.dataset, {})["clipping" in line.cell.settings] = line
+    said = [
+        f"on {dataset} {tuned.mean:.1f} % in place of {usual.mean:.1f}, where the paper claims "
+        f"{paper_figure(replace(usual.cell, row='gredp-claimed'))} for GReDP"
+        for dataset, lines_of in found.items()
+        if len(lines_of) == 2
+        for usual, tuned in [(lines_of[False], lines_of[True])]
+    ]
+    if not said:
+        return ""
+    return (
+        "- **Settings do more than the method.** Those that were chosen on held-out records bring DP-SGD on\n"
+        "  resnet18-1conv, at a proven ε of 2 and in as few epochs, to\n  " + ";\n  ".join(said) + "."
+    )
+
+
 def _norms() -> str:
     """The same from Table 3, where a smaller norm is a shorter step."""
     found = {
@@ -394,7 +416,7 @@ def page() -> str:
         runs=len(records),
         held=HELD_OUT["lenet5"],
         steps=steps(),
-        rates=rates(),
+        rates="\n".join(filter(None, [rates(), chosen()])),
     )
 
 

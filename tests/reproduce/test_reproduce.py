@@ -82,6 +82,9 @@ def test_the_papers_figures_stand_beside_the_right_cells():
     assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30)) == 96.73
     assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30), "lr") == 96.66
     assert paper_figure(Cell("mnist", "lenet5", "gredp", 2.0, 30, 0, {"lr": 0.1, "batch_size": 64})) is None
+    transferred = Cell("cifar10", "resnet18-1conv", "gredp", 2.0, 3, 0, {"lr": 0.001})
+    assert paper_figure(transferred) == 76.83
+    assert paper_figure(replace(transferred, settings={"lr": 0.001, "batch_size": 2000})) is None
     # The paper's own margins (section 5.2.3) and tables agree.
     model3 = FROM_SCRATCH["model3"]
     margins = [model3["gredp-claimed"][e] - model3["spectral-dp"][e] for e in EPSILONS]

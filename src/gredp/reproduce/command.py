@@ -34,8 +34,7 @@ class ReproduceSettings:
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
     pretrained: str | None = None
-    """for the networks of table2: weights of a ResNet-18 trained on public data, safetensors with torchvision's
-    names"""
+    """for networks of table2: weights of a ResNet-18, from public data; safetensors, torchvision's names"""
 
 
 def run_reproduce(settings: ReproduceSettings) -> None:
