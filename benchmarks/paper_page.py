@@ -301,7 +301,7 @@ def chosen() -> str:
         if line.cell.epsilon == 2.0:
             found.setdefault(line.cell.dataset, {})["clipping" in line.cell.settings] = line
     said = [
-        f"on {dataset} {tuned.mean:.1f} % in place of {usual.mean:.1f}, where the paper claims "
+        f"{tuned.mean:.1f} % on {dataset} in place of {usual.mean:.1f}, where the paper claims "
         f"{paper_figure(replace(usual.cell, row='gredp-claimed'))} for GReDP"
         for dataset, lines_of in found.items()
         if len(lines_of) == 2
