@@ -43,15 +43,27 @@ EPOCHS = {"smoke": 10, "quick": 8, "full": 30}
 TRANSFER_EPOCHS = {"quick": 3, "full": 30}
 SEEDS = {"smoke": 1, "quick": 1, "full": 3}
 
-#: per network, settings for the noise that is really there: the best cell of `tuning`
-TUNED: dict[str, dict[str, object]] = {"lenet5": {"batch_size": 2000, "lr": 0.3}}
+#: rows that keep the ε that was asked for
+AT_PROVEN = ("dpsgd", "gredp", "shaped")
+#: per network and row, settings for the noise that is really there: the best cell of `tuning`
+TUNED: dict[str, dict[str, dict[str, object]]] = {
+    "lenet5": {row: {"batch_size": 2000, "lr": 0.3} for row in AT_PROVEN},
+    "resnet18-1conv": {
+        "dpsgd": {"batch_size": 2000, "lr": 1.0},
+        "gredp": {"batch_size": 2000, "lr": 1.0},
+        "shaped": {"batch_size": 2000, "lr": 0.3},
+    },
+}
 #: what `tuning` tries for it, on training records held out; the test set is not looked at
 TRIED: dict[str, dict[str, tuple[object, ...]]] = {
     "lenet5": {"batch_size": (500, 2000), "lr": (0.03, 0.1, 0.3, 1.0)},
     "lenet-small": {"batch_size": (192,), "lr": (0.1, 0.3)},
+    "resnet18-1conv": {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0, 3.0)},
 }
-HELD_OUT = {"lenet5": 10_000, "lenet-small": 300}
-TUNED_EPOCHS = 15
+#: and for which rows; the others of AT_PROVEN take what is best for GReDP
+TRIED_FOR = {"lenet5": ("gredp",), "lenet-small": ("gredp",), "resnet18-1conv": AT_PROVEN}
+HELD_OUT = {"lenet5": 10_000, "lenet-small": 300, "resnet18-1conv": 10_000}
+TUNED_EPOCHS = {"lenet5": 15, "lenet-small": 15, "resnet18-1conv": 3}
 #: networks of Table 2 by data set; they need `--pretrained`
 TRANSFERRED = tuple(product(("cifar10", "cifar100"), ("resnet18-1conv", "resnet18-2conv")))
 
@@ -150,32 +162,42 @@ class Plan:
         width = "-half" if network == "alexnet" and self.scale != "full" else ""
         return Cell(dataset, network + width, row, epsilon, EPOCHS[self.scale], seed, settings)
 
+    def transferred(self, dataset: str, network: str, row: str, epsilon: float = 2.0) -> Cell:
+        return Cell(dataset, network, row, epsilon, TRANSFER_EPOCHS[self.scale], 0, {"lr": 0.001})
+
     def table1(self) -> Iterator[Cell]:
         for seed in range(self.seeds):
             for network, headline in self.networks.items():
                 yield from (self.cell(network, row, headline, seed) for row in self.rows(ROWS))
-                if network in TUNED:
-                    yield from self.tuned(network, TUNED[network], seed)
-
-    def tuned(self, network: str, settings: dict[str, object], seed: int = 0) -> Iterator[Cell]:
-        for row in self.rows(("dpsgd", "gredp", "shaped")):
-            cell = self.cell(network, row, self.networks[network], seed, clipping="automatic", **settings)
-            yield replace(cell, epochs=TUNED_EPOCHS)
+                for row in self.rows(TUNED.get(network, ())):
+                    yield tuned(self.cell(network, row, headline, seed), TUNED[network][row])
 
     def tuning(self) -> Iterator[Cell]:
-        for network in TRIED.keys() & self.networks.keys():
-            for values in product(*TRIED[network].values()):
-                settings = dict(zip(TRIED[network], values)) | {"validation": HELD_OUT[network]}
-                yield from (c for c in self.tuned(network, settings) if c.row == "gredp")
+        for network, tried in TRIED.items():
+            for row in self.rows(TRIED_FOR[network]):
+                if network in self.networks:
+                    cell = self.cell(network, row, self.networks[network])
+                elif self._transferred(network):
+                    cell = self.transferred("cifar10", network, row)
+                else:
+                    continue
+                for values in product(*tried.values()):
+                    yield tuned(cell, dict(zip(tried, values)) | {"validation": HELD_OUT[network]})
+
+    def _transferred(self, network: str) -> bool:
+        return self.scale != "smoke" and self._wanted(network) and network.startswith("resnet18-")
 
     def table2(self) -> Iterator[Cell]:
-        if self.scale == "smoke":
-            return
         for epsilon in (2.0,) if self.scale == "quick" else (2.0, 1.0, 0.5):
-            for (dataset, network), row in product(TRANSFERRED, self.rows(ROWS)):
-                if self._wanted(network) and (row != "plain" or epsilon == 2.0):
-                    epochs = TRANSFER_EPOCHS[self.scale]
-                    yield Cell(dataset, network, row, epsilon, epochs, 0, {"lr": 0.001})
+            for dataset, network in TRANSFERRED:
+                if not self._transferred(network):
+                    continue
+                for row in self.rows(ROWS):
+                    if row != "plain" or epsilon == 2.0:
+                        yield self.transferred(dataset, network, row, epsilon)
+                if epsilon == 2.0:
+                    for row in self.rows(TUNED.get(network, ())):
+                        yield tuned(self.transferred(dataset, network, row), TUNED[network][row])
 
     def table3(self) -> Iterator[Cell]:
         for network, row in product(self.networks, self.rows(BOTH)):
@@ -195,6 +217,12 @@ class Plan:
         first = [network for network in self.networks if network.startswith("lenet")]
         for network, value, row in product(first, values, self.rows(BOTH)):
             yield self.cell(network, row, 2.0, 0, **{setting: value})
+
+
+def tuned(cell: Cell, settings: dict[str, object]) -> Cell:
+    """The same with settings for the noise that is really there."""
+    settings = cell.settings | {"clipping": "automatic"} | settings
+    return replace(cell, epochs=TUNED_EPOCHS[cell.model], settings=settings)
 
 
 def cells(target: Target, scale: Scale, seeds: int | None = None, only: tuple[str, ...] = ()) -> list[Cell]:

@@ -34,7 +34,7 @@ class ReproduceSettings:
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
     pretrained: str | None = None
-    """for table2: weights of a ResNet-18 trained on public data, safetensors with torchvision's names"""
+    """for networks of table2: weights of a ResNet-18, from public data; safetensors, torchvision's names"""
 
 
 def run_reproduce(settings: ReproduceSettings) -> None:
@@ -47,7 +47,7 @@ def run_reproduce(settings: ReproduceSettings) -> None:
     if settings.pretrained is None and any(cell.transferred for cell in wanted):
         if settings.target == "table2":
             raise GredpError("table2 needs --pretrained, the weights of a ResNet-18 trained on public data")
-        print("table2 is left out: it needs --pretrained", file=sys.stderr)
+        print("the transferred networks are left out: they need --pretrained", file=sys.stderr)
         wanted = [cell for cell in wanted if not cell.transferred]
     given = {"data-dir": settings.data_dir, "pretrained": settings.pretrained}
     places = {option: path for option, path in given.items() if path is not None}
