@@ -165,9 +165,9 @@ def layers() -> str:
         for line in best(target):
             if line.cell.row == "gredp-claimed":
                 found.setdefault(line.cell.model, clipped_layers(line.records[0]["guarantee"]))
-    told = ", ".join(f"{count} for {network}" for network, count in found.items())
-    ours = " (19 of them the group normalisations that are ours)" if "resnet20" in found else ""
-    return f"L is {told}{ours}." if told else ""
+    ours = {"resnet20": " (19 of them the group normalisations that are ours)"}
+    told = [f"{count} for {network}{ours.get(network, '')}" for network, count in found.items()]
+    return f"L is {', '.join(told)}." if told else ""
 
 
 def early(found: list[Line]) -> str:
