@@ -1,7 +1,8 @@
 """Stage 2: bound each record. The factors are all that is needed; the gradients stay as they are stored.
 
 Formal guarantee. For every clip group the released contribution of a record, in the weighted spectral
-domain, has norm at most the group's clip_norm. A record whose gradient is not finite contributes zero.
+domain, has norm at most the group's clip_norm. A record whose gradient is not finite contributes zero,
+except where the norm is infinite, as in plain training: nothing is bounded there, as its certificate says.
 """
 
 import math

@@ -10,8 +10,8 @@ from gredp.mechanisms.plan import Blocks, ClipGroup, Mechanism, Needs, StepPlan
 class Plain(Mechanism):
     """The baseline. K is the whole space, so the certificate's multiplier is 0.
 
-    No norm is taken, so that it costs what it does elsewhere, and a record that is not finite spoils the
-    model as it does elsewhere.
+    No norm is taken, since nothing is bounded by it; so a record that is not finite spoils the model, as it
+    does in plain PyTorch.
     """
 
     name = "plain"

@@ -9,7 +9,7 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """For a process of our own: its peak grows somewhat, its steps take less time (docs/performance.md).
+    """For a process of our own: its peak may grow, its steps take less time (docs/performance.md).
 
     glibc hands large arrays back to the system as they are freed. Every step asks for the same ones again,
     and the system clears and maps each of their pages anew. Other C libraries are left alone, and so are
