@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 from gredp import GredpError
-from gredp.reproduce.cells import EPSILONS, ROWS, TRIED, TRIED_FOR, TUNED, Cell, cells
+from gredp.reproduce.cells import EPSILONS, ROWS, TUNING, Cell, cells
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.reproduce.paper import CLIPPING, FROM_SCRATCH, HEADLINE
 from gredp.reproduce.tables import HEADER, lines, paper_figure
@@ -175,9 +175,12 @@ def test_mistakes_are_refused(settings, message, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("network", "row"), [(n, row) for n in TUNED for row in TRIED_FOR[n]])
+@pytest.mark.parametrize(
+    ("network", "row"), [(n, row) for n, t in TUNING.items() for row in t.rows if t.best]
+)
 def test_tuned_settings_are_the_best_of_those_tried(network, row):
     tried = lines(cells("tuning", "full", only=(network, row)), RECORDS)
     best = max(tried, key=lambda line: line.mean)
-    assert len(tried) == math.prod(map(len, TRIED[network].values()))
-    assert {key: best.cell.settings[key] for key in TUNED[network][row]} == TUNED[network][row]
+    assert len(tried) == math.prod(map(len, TUNING[network].tried.values()))
+    chosen = TUNING[network].best[row]
+    assert {key: best.cell.settings[key] for key in chosen} == chosen

@@ -1,7 +1,8 @@
 """Cells: one training run each, written as the `gredp train` command that repeats it. No torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -45,25 +46,38 @@ SEEDS = {"smoke": 1, "quick": 1, "full": 3}
 
 #: rows that keep the ε that was asked for
 AT_PROVEN = ("dpsgd", "gredp", "shaped")
-#: per network and row, settings for the noise that is really there: the best cell of `tuning`
-TUNED: dict[str, dict[str, dict[str, object]]] = {
-    "lenet5": {row: {"batch_size": 2000, "lr": 0.3} for row in AT_PROVEN},
-    "resnet18-1conv": {
-        "dpsgd": {"batch_size": 2000, "lr": 1.0},
-        "gredp": {"batch_size": 2000, "lr": 1.0},
-        "shaped": {"batch_size": 2000, "lr": 0.3},
-    },
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings of one network for the noise that is really there."""
+
+    epochs: int
+    #: by row: the best of those tried for it or, if there are none, for GReDP, or for the network with one
+    #: convolution
+    best: dict[str, dict[str, object]]
+    #: what `tuning` tries for `rows`, on `held_out` training records; the test set is not looked at
+    tried: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    rows: tuple[str, ...] = ()
+    held_out: int = 10_000
+
+
+_TRANSFER: dict[str, dict[str, object]] = {
+    "dpsgd": {"batch_size": 2000, "lr": 1.0},
+    "gredp": {"batch_size": 2000, "lr": 1.0},
+    "shaped": {"batch_size": 2000, "lr": 0.3},
 }
-#: what `tuning` tries for it, on training records held out; the test set is not looked at
-TRIED: dict[str, dict[str, tuple[object, ...]]] = {
-    "lenet5": {"batch_size": (500, 2000), "lr": (0.03, 0.1, 0.3, 1.0)},
-    "lenet-small": {"batch_size": (192,), "lr": (0.1, 0.3)},
-    "resnet18-1conv": {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0, 3.0)},
+TUNING = {
+    "lenet5": Tuning(
+        15,
+        {row: {"batch_size": 2000, "lr": 0.3} for row in AT_PROVEN},
+        {"batch_size": (500, 2000), "lr": (0.03, 0.1, 0.3, 1.0)},
+        ("gredp",),
+    ),
+    "lenet-small": Tuning(15, {}, {"batch_size": (192,), "lr": (0.1, 0.3)}, ("gredp",), 300),
+    "resnet18-1conv": Tuning(3, _TRANSFER, {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0, 3.0)}, AT_PROVEN),
+    "resnet18-2conv": Tuning(3, _TRANSFER),
 }
-#: and for which rows; the others of AT_PROVEN take what is best for GReDP
-TRIED_FOR = {"lenet5": ("gredp",), "lenet-small": ("gredp",), "resnet18-1conv": AT_PROVEN}
-HELD_OUT = {"lenet5": 10_000, "lenet-small": 300, "resnet18-1conv": 10_000}
-TUNED_EPOCHS = {"lenet5": 15, "lenet-small": 15, "resnet18-1conv": 3}
 #: networks of Table 2 by data set; they need `--pretrained`
 TRANSFERRED = tuple(product(("cifar10", "cifar100"), ("resnet18-1conv", "resnet18-2conv")))
 
@@ -169,20 +183,23 @@ class Plan:
         for seed in range(self.seeds):
             for network, headline in self.networks.items():
                 yield from (self.cell(network, row, headline, seed) for row in self.rows(ROWS))
-                for row in self.rows(TUNED.get(network, ())):
-                    yield tuned(self.cell(network, row, headline, seed), TUNED[network][row])
+                yield from self.tuned(network, partial(self.cell, network, epsilon=headline, seed=seed))
+
+    def tuned(self, network: str, cell: Callable[[str], Cell]) -> Iterator[Cell]:
+        best = TUNING[network].best if network in TUNING else {}
+        yield from (tuned(cell(row), best[row]) for row in self.rows(best))
 
     def tuning(self) -> Iterator[Cell]:
-        for network, tried in TRIED.items():
-            for row in self.rows(TRIED_FOR[network]):
+        for network, tuning in TUNING.items():
+            for row in self.rows(tuning.rows):
                 if network in self.networks:
                     cell = self.cell(network, row, self.networks[network])
                 elif self._transferred(network):
                     cell = self.transferred("cifar10", network, row)
                 else:
                     continue
-                for values in product(*tried.values()):
-                    yield tuned(cell, dict(zip(tried, values)) | {"validation": HELD_OUT[network]})
+                for values in product(*tuning.tried.values()):
+                    yield tuned(cell, dict(zip(tuning.tried, values)) | {"validation": tuning.held_out})
 
     def _transferred(self, network: str) -> bool:
         return self.scale != "smoke" and self._wanted(network) and network.startswith("resnet18-")
@@ -196,8 +213,7 @@ class Plan:
                     if row != "plain" or epsilon == 2.0:
                         yield self.transferred(dataset, network, row, epsilon)
                 if epsilon == 2.0:
-                    for row in self.rows(TUNED.get(network, ())):
-                        yield tuned(self.transferred(dataset, network, row), TUNED[network][row])
+                    yield from self.tuned(network, partial(self.transferred, dataset, network))
 
     def table3(self) -> Iterator[Cell]:
         for network, row in product(self.networks, self.rows(BOTH)):
@@ -222,7 +238,7 @@ class Plan:
 def tuned(cell: Cell, settings: dict[str, object]) -> Cell:
     """The same with settings for the noise that is really there."""
     settings = cell.settings | {"clipping": "automatic"} | settings
-    return replace(cell, epochs=TUNED_EPOCHS[cell.model], settings=settings)
+    return replace(cell, epochs=TUNING[cell.model].epochs, settings=settings)
 
 
 def cells(target: Target, scale: Scale, seeds: int | None = None, only: tuple[str, ...] = ()) -> list[Cell]:
