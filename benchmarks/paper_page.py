@@ -112,7 +112,7 @@ Transfer of two convolutions takes those of one, and CIFAR-100 those that were b
 2000 is the largest that was tried. ε holds for the settings as if they had been given: that they were chosen
 on private records is not covered ([selection](selection.md) can do it privately). Clipping is automatic:
 every gradient is brought to the norm.
-The larger networks for CIFAR-10 were not tuned: each trial takes half an hour.
+Model-3 and AlexNet were not tuned, and ResNet-20 hardly: each trial takes half an hour.
 
 {tuning}
 
@@ -151,8 +151,8 @@ gains "3.8 % and 1.2 % over Spectral-DP and DPSGD" are in the wrong order; trans
 AlexNet gets worse as ε grows.
 
 ## What was not run
-In full means 30 epochs (in tuned lines as many as their tables say), every ε and, in Table 1, 3 seeds, our own
-rows included.
+In full means 30 epochs (in tuned lines as many as their tables say), every ε and, in Table 1, 3 seeds, our
+own rows included.
 
 {missing}
 

@@ -75,6 +75,12 @@ TUNING = {
         ("gredp",),
     ),
     "lenet-small": Tuning(15, {}, {"batch_size": (192,), "lr": (0.1, 0.3)}, ("gredp",), 300),
+    "resnet20": Tuning(
+        8,
+        {row: {"batch_size": 2000, "lr": 0.3} for row in AT_PROVEN},
+        {"batch_size": (2000,), "lr": (0.3, 1.0)},
+        ("gredp",),
+    ),
     "resnet18-1conv": Tuning(3, _TRANSFER, {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0, 3.0)}, AT_PROVEN),
     "resnet18-2conv": Tuning(3, _TRANSFER),
 }
