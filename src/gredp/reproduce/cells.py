@@ -72,7 +72,7 @@ TUNING = {
         15,
         {row: {"batch_size": 2000, "lr": 0.3} for row in AT_PROVEN},
         {"batch_size": (500, 2000), "lr": (0.03, 0.1, 0.3, 1.0)},
-        ("gredp",),
+        AT_PROVEN,
     ),
     "lenet-small": Tuning(15, {}, {"batch_size": (192,), "lr": (0.1, 0.3)}, ("gredp",), 300),
     "resnet20": Tuning(
