@@ -189,9 +189,9 @@ class Plan:
         for seed in range(self.seeds):
             for network, headline in self.networks.items():
                 yield from (self.cell(network, row, headline, seed) for row in self.rows(ROWS))
-                yield from self.tuned(network, partial(self.cell, network, epsilon=headline, seed=seed))
+                yield from self._tuned_rows(network, partial(self.cell, network, epsilon=headline, seed=seed))
 
-    def tuned(self, network: str, cell: Callable[[str], Cell]) -> Iterator[Cell]:
+    def _tuned_rows(self, network: str, cell: Callable[[str], Cell]) -> Iterator[Cell]:
         best = TUNING[network].best if network in TUNING else {}
         yield from (tuned(cell(row), best[row]) for row in self.rows(best))
 
@@ -219,7 +219,7 @@ class Plan:
                     if row != "plain" or epsilon == 2.0:
                         yield self.transferred(dataset, network, row, epsilon)
                 if epsilon == 2.0:
-                    yield from self.tuned(network, partial(self.transferred, dataset, network))
+                    yield from self._tuned_rows(network, partial(self.transferred, dataset, network))
 
     def table3(self) -> Iterator[Cell]:
         for network, row in product(self.networks, self.rows(BOTH)):
