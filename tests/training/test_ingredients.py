@@ -32,6 +32,7 @@ def record(tmp_path, name="run", **settings) -> dict:
         ({"noise_schedule": 0.5, "correlation_bands": 2}, "nothing is proven for --noise-schedule"),
         ({"noise_schedule": 0.5, "correlation_bands": "auto"}, "nothing is proven for --noise-schedule"),
         ({"noise_schedule": 0.0}, "--noise-schedule must be a positive number, not 0.0"),
+        ({"weight_decay": -1.0}, "--weight-decay must be 0 or more, not -1.0"),
         ({"warmup": -2}, "--warmup must be 0 or more steps, not -2"),
     ],
 )
@@ -194,3 +195,13 @@ def test_noise_that_falls_ends_at_the_target(tmp_path):
     multipliers = [entry["noise_multiplier"] for entry in entries]
     assert multipliers == pytest.approx([multipliers[0] * 0.5 ** (k / 4) for k in range(5)])
     assert 1.99 < found["guarantee"]["proven_epsilon"] <= 2
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_an_adaptive_optimizer_is_recorded_and_changes_the_weights_alone(tmp_path, name):
+    told = record(tmp_path, name, optimizer=name, weight_decay=0.01)
+    by_sgd = record(tmp_path, "sgd", weight_decay=0.01)
+    assert (told["settings"]["optimizer"], told["settings"]["weight_decay"]) == (name, 0.01)
+    assert told["guarantee"] == by_sgd["guarantee"]
+    one, other = (load_file(tmp_path / n / "model.safetensors") for n in (name, "sgd"))
+    assert any(not torch.equal(one[key], other[key]) for key in one)

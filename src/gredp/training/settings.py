@@ -20,6 +20,7 @@ from gredp.training.trackers import TrackerName, check_trackers
 #: where the settings lie in a run's folder
 FILE = "settings.json"
 Front = Literal["none", "scattering"]
+OptimizerName = Literal["sgd", "adam", "adamw"]
 #: networks for the features of any front
 FOR_FEATURES = ("linear", "scatter-cnn")
 #: settings that belong to one start of a run, not to the run
@@ -84,12 +85,17 @@ class TrainSettings:
     """of shaped noise: what may differ in weight, layers, frequencies within a layer, or both"""
     window: int = 50
     """of shaped noise: releases over which the energies are averaged; 0 is all of them"""
+    optimizer: OptimizerName = "sgd"
+    """sgd, adam or adamw; from Python, any of torch's"""
+    weight_decay: float = 0.0
+    """L2 penalty of sgd and adam, decoupled decay of adamw"""
     lr: float = 0.1
     schedule: Schedule = "constant"
     """of the learning rate: constant, or cosine to 0 at the end of the run"""
     warmup: int = 0
     """steps over which the learning rate rises to its value"""
     momentum: float = 0.9
+    """of sgd; of adam and adamw, the first of their two betas"""
     validation: int = 0
     """hold out this many of the last training records and report accuracy on them instead of the test set, to
     choose settings by; they are not private in that run"""
@@ -183,6 +189,8 @@ class TrainSettings:
         ):
             if whole < 1:
                 raise GredpError(f"--{name} must be at least 1, not {whole}")
+        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
+            raise GredpError(f"--weight-decay must be 0 or more, not {self.weight_decay}")
         if self.validation < 0:
             raise GredpError(f"--validation must be 0 or more, not {self.validation}")
         self._check_front()
