@@ -16,11 +16,12 @@ import pytest
 # the named tests live there
 sys.path += [
     str(Path(__file__).parent / folder)
-    for folder in ("laws", "gradient", "training", "privacy", "faults", "front", "mechanisms")
+    for folder in ("laws", "gradient", "training", "privacy", "faults", "front", "mechanisms", "adapters")
 ]
 
 import children
 import test_banded
+import test_budget
 import test_clipped_sum
 import test_layer_laws as layer_laws
 import test_mechanism_laws as laws
@@ -77,6 +78,10 @@ MUTANTS = [
     Mutant(
         bugs.every_step_charged_as_a_new_draw,
         test_draws.test_a_second_step_on_a_batch_is_charged_without_sampling_and_says_so,
+    ),
+    Mutant(
+        bugs.a_target_that_nobody_keeps,
+        test_budget.test_a_step_that_would_pass_the_target_is_refused_and_not_charged,
     ),
     Mutant(bugs.draws_added_up, test_draws.test_batches_of_the_loader_are_not_added_up),
     Mutant(

@@ -229,10 +229,10 @@ class PrivacyEngine:
         """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
 
         Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`, what this engine has spent
-        before included; with a `noise_schedule`, z is the common factor of its stages. Under `claim="paper"`
-        σ is what the paper's experiments would take, and the proven ε is larger. `correlation_bands="auto"`
-        takes the number that leaves the least noise on the iterates of SGD with the optimiser's momentum, by
-        the accountant alone (`gredp.privacy.choose_bands`).
+        before included; steps beyond those epochs are charged on top. With a `noise_schedule`, z is the
+        common factor of its stages. Under `claim="paper"` σ is what the paper's experiments would take, and
+        the proven ε is larger. `correlation_bands="auto"` takes the number that leaves the least noise on the
+        iterates of SGD with the optimiser's momentum, by the accountant alone (`gredp.privacy.choose_bands`).
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
@@ -439,6 +439,7 @@ class PrivacyEngine:
 
     def detach(self) -> None:
         """Take the hooks off the model and let go of the run folder; what was spent stays spent."""
+        self.ledger.ceiling = None
         if self._capture is not None:
             self._capture.detach()
             self._capture = None

@@ -247,3 +247,28 @@ def test_steps_that_an_engine_had_charged_before_are_not_those_of_the_run():
     for total in (8, 16):
         fit(Classifier(), private(engine=engine), epochs=2)
         assert engine.ledger.steps == total
+
+
+class Twice(Classifier):
+    """Steps twice on every batch, as training with two players is sometimes written."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        for _ in range(2):
+            optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ({"noise_multiplier": None, "target_epsilon": 2.0}, "would end at ε = .*, above the target of 2.0"),
+        ({"noise_multiplier": 3.0}, "all 7 steps that were planned are charged"),
+    ],
+    ids=["target", "multiplier"],
+)
+def test_a_run_that_steps_more_often_than_planned_ends_at_its_budget(budget, words):
+    callback = private(**budget)
+    with pytest.raises(GredpError, match=words):
+        fit(Twice(), callback, max_steps=7, epochs=9)
+    assert callback.engine.ledger.steps <= 7
+    if "target_epsilon" in budget:
+        assert 0 < callback.engine.get_epsilon(1e-5) <= 2.0

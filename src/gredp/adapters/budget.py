@@ -1,7 +1,9 @@
 """What every adapter is told, and how it becomes a private optimiser and Poisson batches."""
 
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch.utils.data import DataLoader
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.calibrate import calibrate
+from gredp.privacy.ledger import Entry
 from gredp.sampling import PoissonBatchSampler, poisson_loader
 
 
@@ -21,8 +25,11 @@ class Budget:
     """A target ε or a noise multiplier, for a number of steps that is fixed before the first one.
 
     Formal guarantee. The run takes at most `steps` steps, each charged by the engine; with `target_epsilon`
-    its proven ε ends at most there. `options` go to `PrivacyEngine.make_private`. With a `folder` every step
-    is charged on the disk, and a run that broke off goes on from there: see `PrivacyEngine.load`.
+    its proven ε ends at most there. Whatever calls the optimizer: the ledger asks before it charges, and a
+    step that would pass either end is refused, so that nothing of it is released.
+
+    `options` go to `PrivacyEngine.make_private`. With a `folder` every step is charged on the disk, and a run
+    that broke off goes on from there: see `PrivacyEngine.load`.
     """
 
     delta: float
@@ -35,6 +42,8 @@ class Budget:
     steps: int = 0
     #: steps of the engine that were charged before this run's first
     before: int = 0
+    #: what may be charged without asking the accountant again
+    planned: Counter[Entry] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -57,10 +66,9 @@ class Budget:
         if not (steps >= 1 and math.isfinite(steps)):
             raise GredpError(f"the number of steps must be fixed and positive before training, not {steps}")
         self.steps, self.before = int(steps), self.engine.ledger.steps
-        multiplier = self.noise_multiplier
+        multiplier, spent = self.noise_multiplier, self.engine.ledger.entries
         if multiplier is None:
             assert self.target_epsilon is not None
-            spent = self.engine.ledger.entries
             name = self.engine.accountant.name
             multiplier = calibrate(
                 self.target_epsilon, self.delta, sampler.sample_rate, self.steps, name, spent
@@ -73,6 +81,8 @@ class Budget:
             max_grad_norm=self.max_grad_norm,
             **self.options,
         )
+        self.planned = counted((*spent, *private.cost(self.steps)))
+        self.engine.ledger.ceiling = self._refuse_beyond
         if self.folder is not None and Path(self.folder).exists():
             self.engine.load(self.folder)
         self.save()
@@ -92,12 +102,31 @@ class Budget:
         """Whether every step that was planned has been charged."""
         return self.charged >= self.steps
 
-    def refuse_another(self) -> None:
-        """Programs may go on although they were told to end."""
+    def _refuse_beyond(self, step: Entry) -> None:
+        """Programs may go on although they were told to end, or step twice where they were to step once."""
         if self.used_up:
             raise GredpError(f"all {self.steps} steps that were planned are charged: there is no other")
+        ledger, name = self.engine.ledger, self.engine.accountant.name
+        would = (*ledger.entries, step)
+        if self.target_epsilon is None or counted(would) <= self.planned:
+            return
+        spent = epsilon(would, self.delta, name)
+        if spent > self.target_epsilon:
+            raise GredpError(
+                f"one more step, at rate {step.sample_rate:.4g}, would end at ε = {round_up(spent)}, above "
+                f"the target of {self.target_epsilon}, after {self.charged} of {self.steps} planned steps: "
+                "step once for each batch of the loader"
+            )
 
     @property
     def epsilon(self) -> float:
         """The proven ε spent so far at `delta`."""
         return self.engine.get_epsilon(self.delta)
+
+
+def counted(entries: Iterable[Entry]) -> Counter[Entry]:
+    """Steps of each kind, wherever they stand."""
+    kinds: Counter[Entry] = Counter()
+    for entry in entries:
+        kinds[replace(entry, steps=1)] += entry.steps
+    return kinds

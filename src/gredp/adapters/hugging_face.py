@@ -110,7 +110,6 @@ class PrivateTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """All parts but the last are added up here; the Trainer steps the last. Reports no loss."""
-        self.budget.refuse_another()
         private = self.engine._private()[1]
         model.train()
         inputs = self._prepare_inputs(inputs)

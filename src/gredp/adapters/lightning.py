@@ -114,7 +114,6 @@ class PrivacyCallback(Callback):
     ) -> None:
         """What callbacks of others may have changed since the start."""
         refuse(trainer, pl_module)
-        self.budget.refuse_another()
         (inner,) = (getattr(o, "optimizer", o) for o in trainer.optimizers)
         if inner is not self.optimizer or not isinstance(
             trainer.train_dataloader.batch_sampler, PoissonBatchSampler

@@ -589,6 +589,11 @@ def every_step_charged_as_a_new_draw(patch: Patch) -> None:
     patch.setattr(sampling.Draws, "fresh", lambda self, inputs: True)
 
 
+def a_target_that_nobody_keeps(patch: Patch) -> None:
+    """Every step is charged honestly, and the run goes on past the end that it promised."""
+    patch.setattr(ledger.Ledger, "ceiling", property(lambda self: None, lambda *_: None))
+
+
 def draws_added_up(patch: Patch) -> None:
     """A record may be in each of them, and is charged for one."""
     patch.setattr(optimizer.PrivateOptimizer, "_refuse_several", lambda self, inputs: None)

@@ -5,6 +5,7 @@ probability below 10⁻⁶, or always see the same draws.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gredp.adapters.budget import Budget
 from gredp.audit.bounds import Claim
 from gredp.audit.canaries import Grid
 from gredp.audit.game import Mechanism, audit
@@ -315,6 +317,19 @@ def _out_of_turn(x: Tensor) -> None:
         _released(model, optimizer, next(batches)[0])
 
 
+def _past_the_target(x: Tensor) -> None:
+    """Two steps for each batch of an adapter's run, the second one without a new draw."""
+    model = nn.Linear(6, 3)
+    budget = Budget(1e-5, CLIP, target_epsilon=2.0)
+    loader = budget.poisson(DataLoader(TensorDataset(x), batch_size=1))
+    optimizer = budget.spend(model, torch.optim.SGD(model.parameters(), lr=1.0), loader, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for (batch,) in chain(loader, loader):
+            _released(model, optimizer, batch)
+            _released(model, optimizer, batch)
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "batch normalisation": lambda x: _attempt(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), x),
     "a buffer that follows the data": _following_buffer,
@@ -322,6 +337,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a second step on the same gradients": lambda x: _attempt(nn.Linear(6, 3), x)[1].step(),
     "a parameter unfrozen after make_private": _unfrozen,
     "a batch out of turn under correlated noise": _out_of_turn,
+    "a step past the target of an adapter": _past_the_target,
 }
 
 

@@ -1,7 +1,7 @@
 """What has been spent: a run-length list of the steps that were charged, in their order."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +68,15 @@ def merged(entries: list[Entry], step: Entry) -> list[Entry]:
 class Ledger:
     """Append-only. A step is charged before its noisy update is applied, never after.
 
-    With a `file`, the charge is on the disk before `charge` returns, and so before noise is drawn.
+    With a `file`, the charge is on the disk before `charge` returns, and so before noise is drawn. With a
+    `ceiling`, a step beyond the end that was promised is refused, and not charged.
     """
 
     def __init__(self, entries: tuple[Entry, ...] = ()) -> None:
         self._entries: list[Entry] = list(entries)
         self.file: LedgerFile | None = None
+        #: asked before each charge; raises to refuse it
+        self.ceiling: Callable[[Entry], None] | None = None
         #: steps that were spent before this run
         self.inherited = 0
 
@@ -113,6 +116,8 @@ class Ledger:
     ) -> None:
         """Record one step. Checked whole before anything changes."""
         entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier, bands, split)
+        if self.ceiling is not None:
+            self.ceiling(entry)
         if self.file is not None:
             self.file.append(entry)
         self._entries = merged(self._entries, entry)

@@ -1,0 +1,35 @@
+"""What adapters promise, whatever the program around them does: the run ends at its budget."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from gredp import GredpError, PrivacyEngine
+from gredp.adapters.budget import Budget
+from worlds import records, small_model
+
+
+def test_a_step_that_would_pass_the_target_is_refused_and_not_charged():
+    engine, model = PrivacyEngine(accountant="rdp"), small_model()
+    budget = Budget(1e-5, 1.0, target_epsilon=2.0, engine=engine)
+    loader = budget.poisson(DataLoader(TensorDataset(*records(24)), batch_size=6))
+    optimizer = budget.spend(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, 7)
+
+    def step(x, y):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    batch = next(iter(loader))
+    step(*batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it would be charged at rate 1
+        with pytest.raises(GredpError, match=r"above the target of 2.0, after 1 of 7"):
+            step(*batch)
+    assert engine.ledger.steps == 1
+    assert engine.get_epsilon(1e-5) <= 2.0
+    for batch in loader:  # the planned steps are still there
+        step(*batch)
+    assert engine.ledger.steps == 1 + len(loader)
