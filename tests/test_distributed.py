@@ -1,6 +1,7 @@
 """Several processes release what one would have released: one sum, one noise, one charge; all bit-equal."""
 
 import math
+import warnings
 from itertools import chain
 
 import pytest
@@ -188,6 +189,27 @@ def test_a_process_without_records_takes_part():
     alone = flat({n: p.detach() for n, p in model.named_parameters()})
     assert all(torch.equal(found[0], each) for each in found)
     assert torch.allclose(found[0], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_worst_process_decides_whether_a_batch_is_new():
+    """The second process steps with its last batch again; the first one takes a new one for each step."""
+
+    def charged() -> list[tuple[float, int]]:
+        model, optimizer, loader, engine = make_private(
+            small_model(), records(COUNT), noise_multiplier=Z, sample_rate=0.3, batch_size=7, seed=None
+        )
+        batches, last = iter(loader), None
+        for again in (False, True, False):
+            x, y = last = last if again and rank() else next(batches)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+        return [(entry.sample_rate, entry.steps) for entry in engine.ledger.entries]
+
+    first, second = in_world(2, charged)
+    assert first == second == [(0.3, 1), (1.0, 1), (0.3, 1)]
 
 
 # ------------------------------------------------------------------ what is refused

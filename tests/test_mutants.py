@@ -83,6 +83,10 @@ MUTANTS = [
         bugs.a_target_that_nobody_keeps,
         test_budget.test_a_step_that_would_pass_the_target_is_refused_and_not_charged,
     ),
+    Mutant(
+        bugs.freshness_decided_by_each_process,
+        test_distributed.test_the_worst_process_decides_whether_a_batch_is_new,
+    ),
     Mutant(bugs.draws_added_up, test_draws.test_batches_of_the_loader_are_not_added_up),
     Mutant(
         bugs.terms_that_cancel_not_counted,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from gredp.distributed import world_size
+from gredp.distributed import largest, world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.rules import exact
@@ -26,7 +26,8 @@ class PrivateOptimizer(Optimizer):
 
     Formal guarantee. Every call of `step()` that updates parameters has been charged to the ledger with
     the plan's certificate and the loader's rate, before noise was drawn. A part of a logical batch that
-    is not its last only adds up. Of several processes the first one charges on the disk, and all step alike.
+    is not its last only adds up. Of several processes the first one charges on the disk, and all charge and
+    step alike: at rate 1 if the batch of any of them is not new.
 
     | case | what happens |
     |---|---|
@@ -274,7 +275,8 @@ class PrivateOptimizer(Optimizer):
     def _charge(self, factor: float) -> None:
         certificate, rate = self._certified[factor], self.sample_rate
         inputs = self.private_step.records
-        if rate < 1 and not self.draws.fresh(inputs):
+        # Of several processes the worst decides: the sum is that of all their batches.
+        if largest(int(rate < 1 and not self.draws.fresh(inputs))):
             # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
             # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
             warnings.warn(

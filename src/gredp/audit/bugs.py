@@ -594,6 +594,11 @@ def a_target_that_nobody_keeps(patch: Patch) -> None:
     patch.setattr(ledger.Ledger, "ceiling", property(lambda self: None, lambda *_: None))
 
 
+def freshness_decided_by_each_process(patch: Patch) -> None:
+    """The first one's batch is new, and it alone charges on the disk."""
+    patch.setattr(optimizer, "largest", lambda number: number)
+
+
 def draws_added_up(patch: Patch) -> None:
     """A record may be in each of them, and is charged for one."""
     patch.setattr(optimizer.PrivateOptimizer, "_refuse_several", lambda self, inputs: None)
