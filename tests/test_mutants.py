@@ -87,6 +87,10 @@ MUTANTS = [
         bugs.freshness_decided_by_each_process,
         test_distributed.test_the_worst_process_decides_whether_a_batch_is_new,
     ),
+    Mutant(
+        bugs.private_losses_that_decide,
+        test_budget.test_a_metric_decides_only_if_no_record_changes_it_or_it_is_declared_public,
+    ),
     Mutant(bugs.draws_added_up, test_draws.test_batches_of_the_loader_are_not_added_up),
     Mutant(
         bugs.terms_that_cancel_not_counted,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import GredpError, PrivacyEngine
-from gredp.adapters.budget import Budget
+from gredp.adapters.budget import Budget, refuse_private_metric
 from worlds import records, small_model
 
 
@@ -33,3 +33,12 @@ def test_a_step_that_would_pass_the_target_is_refused_and_not_charged():
     for batch in loader:  # the planned steps are still there
         step(*batch)
     assert engine.ledger.steps == 1 + len(loader)
+
+
+def test_a_metric_decides_only_if_no_record_changes_it_or_it_is_declared_public():
+    for metric in (None, "epsilon", "step", "val_loss"):
+        refuse_private_metric("EarlyStopping", metric, {"val_loss"})
+    with pytest.raises(
+        GredpError, match=r"'train_loss', which ε does not cover.*public_metrics=\('train_loss'"
+    ):
+        refuse_private_metric("EarlyStopping", "train_loss", {"val_loss"})

@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from transformers import (
         BertConfig,
         BertForSequenceClassification,
+        EarlyStoppingCallback,
         GPT2Config,
         GPT2LMHeadModel,
         TrainerCallback,
@@ -246,6 +247,26 @@ def test_losses_of_records_do_not_know_each_other():
 def test_what_would_break_the_guarantee_is_refused(tmp_path, arguments, words):
     with pytest.raises(GredpError, match=words):
         trainer(classifier(), texts(), tmp_path, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"load_best_model_at_end": True, "save_strategy": "epoch"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        {"metric_for_best_model": "loss"},
+    ],
+    ids=["best model", "plateau", "early stopping"],
+)
+def test_what_decides_by_a_metric_that_is_not_public_is_refused(tmp_path, arguments):
+    told = {"arguments": {"eval_strategy": "epoch"} | arguments, "eval_dataset": texts(4)}
+    if list(arguments) == ["metric_for_best_model"]:
+        told["callbacks"] = [EarlyStoppingCallback(5)]
+    with pytest.raises(GredpError, match=r"decides by 'eval_loss', which ε does not cover.*public_metrics"):
+        trainer(classifier(), texts(), tmp_path, **told)
+    private = trainer(classifier(), texts(), tmp_path, public_metrics=("loss",), **told)
+    private.train()
+    assert private.engine.ledger.steps == 6
 
 
 def test_other_ways_in_are_refused(tmp_path):

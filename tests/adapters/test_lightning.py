@@ -20,7 +20,12 @@ from worlds import records, released, small_model
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what other people's packages say of each other
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+    from lightning.pytorch.callbacks import (
+        EarlyStopping,
+        GradientAccumulationScheduler,
+        LearningRateFinder,
+        ModelCheckpoint,
+    )
 
     from gredp.adapters import PrivacyCallback
 
@@ -53,6 +58,7 @@ def fit(module: LightningModule, callback: Callback, batch_size: int = 6, data=N
             "accelerator": "cpu",
             "logger": False,
             "enable_checkpointing": False,
+            "default_root_dir": settings.pop("root", None),
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "callbacks": [callback, *settings.pop("more", [])],
@@ -240,6 +246,68 @@ def test_schedulers_drive_the_private_optimiser(tmp_path):
     assert callback.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
     with pytest.raises(GredpError, match="schedulers cannot go on"):
         fit(Scheduled(), private(folder=tmp_path / "run"), epochs=2)
+
+
+class Logs(Classifier):
+    """The losses of training and of other records, a scheduler that follows one of them."""
+
+    def __init__(self, plateau: str | None = None) -> None:
+        super().__init__()
+        self.plateau = plateau
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(*records(8, seed=1)), batch_size=8)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        if self.plateau is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.plateau}}
+
+
+@pytest.mark.parametrize("metric", ["train_loss", "val_loss"])
+@pytest.mark.parametrize("who", ["EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"])
+def test_what_decides_by_a_metric_that_is_not_public_is_refused(tmp_path, who, metric):
+    module = Logs(metric if who == "ReduceLROnPlateau" else None)
+
+    def callbacks():
+        return {
+            "EarlyStopping": [EarlyStopping(metric)],
+            "ModelCheckpoint": [ModelCheckpoint(tmp_path, monitor=metric)],
+        }.get(who, [])
+
+    callback = private()
+    with pytest.raises(
+        GredpError, match=rf"{who} decides by '{metric}', which ε does not cover.*public_metrics"
+    ):
+        fit(module, callback, more=callbacks(), enable_checkpointing=True)
+    assert callback.engine.ledger.steps == 0
+    declared = private(public_metrics=[metric])
+    fit(module, declared, more=callbacks(), enable_checkpointing=True)
+    assert declared.engine.ledger.steps == 8
+
+
+def test_checkpoints_by_what_no_record_changes_are_taken(tmp_path):
+    for monitor in (None, "step", "epsilon"):
+        fit(Logs(), private(), more=[ModelCheckpoint(tmp_path, monitor=monitor)], enable_checkpointing=True)
+
+
+def test_a_callback_that_comes_later_is_seen():
+    class Joins(Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.callbacks.append(EarlyStopping("train_loss"))
+
+    with pytest.raises(GredpError, match="EarlyStopping decides by 'train_loss'"):
+        fit(Logs(), private(), more=[Joins()])
 
 
 def test_steps_that_an_engine_had_charged_before_are_not_those_of_the_run():

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.ledger import Entry
 from gredp.sampling import PoissonBatchSampler, poisson_loader
+
+#: metrics that no record can change
+COUNTS = ("epsilon", "epoch", "step")
 
 
 @dataclass
@@ -130,3 +133,12 @@ def counted(entries: Iterable[Entry]) -> Counter[Entry]:
     for entry in entries:
         kinds[replace(entry, steps=1)] += entry.steps
     return kinds
+
+
+def refuse_private_metric(who: str, metric: str | None, public: Collection[str]) -> None:
+    """A loss of private records decides nothing: ε covers the steps, not a choice by what they were on."""
+    if metric is not None and metric not in COUNTS and metric not in public:
+        raise GredpError(
+            f"{who} decides by {metric!r}, which ε does not cover: leave it out, or, if that is measured on "
+            f"public records alone, declare it with public_metrics=({metric!r},)"
+        )

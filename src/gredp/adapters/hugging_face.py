@@ -1,17 +1,18 @@
 """Hugging Face's Trainer with private steps; with `peft` it fine-tunes low-rank layers only."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from gredp.adapters.budget import Budget
+from gredp.adapters.budget import Budget, refuse_private_metric
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.sampling import part_of
@@ -39,6 +40,7 @@ class PrivateTrainer(Trainer):
     | gradient_accumulation_steps, fp16, bf16, gradient_checkpointing, torch_compile | refused |
     | several devices or processes, deepspeed, fsdp | refused |
     | resume_from_checkpoint: its steps are in no ledger | refused |
+    | a best checkpoint, early stopping, a plateau scheduler by a metric not in `public_metrics` | refused |
     | auto_find_batch_size, label smoothing, neftune noise, compute_loss_func, a trial | refused |
     | a model whose loss is not known here | refused: override `record_losses` |
     """
@@ -52,11 +54,16 @@ class PrivateTrainer(Trainer):
         max_physical_batch_size: int | None = None,
         folder: str | Path | None = None,
         engine: PrivacyEngine | None = None,
+        public_metrics: Collection[str] = (),
         privacy: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """`privacy` goes to `PrivacyEngine.make_private`, the rest is Trainer's own."""
+        """`privacy` goes to `PrivacyEngine.make_private`, the rest is Trainer's own.
+
+        `public_metrics` names what may decide: metrics of an `eval_dataset` that is public.
+        """
         super().__init__(*arguments, **settings)
+        self.public_metrics = frozenset(map(of_evaluation, public_metrics))
         refuse(self)
         norm, engine = self.args.max_grad_norm, engine or PrivacyEngine()
         self.budget = Budget(delta, norm, target_epsilon, noise_multiplier, folder, privacy or {}, engine)
@@ -102,6 +109,8 @@ class PrivateTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.budget.charged and isinstance(scheduler, ReduceLROnPlateau):
+            raise GredpError("a run with a plateau scheduler cannot go on: its place was not kept")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch expects a step of the optimiser before
             for _ in range(self.budget.charged):  # at an earlier start
@@ -207,9 +216,19 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def refuse(trainer: Trainer) -> None:
+def of_evaluation(metric: str) -> str:
+    """As the Trainer names it when it looks for the best one."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def refuse(trainer: PrivateTrainer) -> None:
     """Whatever of the arguments would change a gradient, a batch or the count of steps behind our back."""
     args = trainer.args
+    if args.metric_for_best_model is not None:  # also where best checkpoints or plateaus set it themselves
+        who = (
+            "what compares models (load_best_model_at_end, save_strategy, early stopping, lr_scheduler_type)"
+        )
+        refuse_private_metric(who, of_evaluation(args.metric_for_best_model), trainer.public_metrics)
     alone = args.n_gpu <= 1 and args.world_size == 1
     reasons = [
         (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps: give max_physical_batch_size"),

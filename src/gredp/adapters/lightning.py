@@ -1,7 +1,7 @@
 """A callback that makes a LightningModule's training private; the module and its Trainer stay as they are."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from gredp.adapters.budget import Budget
+from gredp.adapters.budget import Budget, refuse_private_metric
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
@@ -22,16 +22,18 @@ class PrivacyCallback(Callback):
     Formal guarantee. That of `PrivacyEngine`, with automatic optimisation, provided that `training_step`
     returns a mean (with `loss_reduction="sum"`, a sum) of terms that depend on one record each. The number
     of steps is what the Trainer was told (`max_epochs`, `max_steps`, `limit_train_batches`); there is never
-    another one. What `training_step` logs of private records is not covered by ε.
+    another one. What `training_step` logs of private records is not covered by ε, and decides nothing.
 
     `max_physical_batch_size` bounds the records in memory: `training_step` is called for each part of a
     batch, and the result stays the same. With a `folder`, a broken-off run goes on with the same command.
+    `public_metrics` names what callbacks and schedulers may decide by: metrics of records that are public.
 
     | case | what happens |
     |---|---|
     | gradient_clip_val, accumulate_grad_batches, mixed or half precision, several devices | refused |
     | manual optimisation, several loaders, overfit_batches, reloaded loaders | refused |
     | searches for a batch size or learning rate: they read records uncharged | refused |
+    | early stopping, best checkpoints, plateau schedulers by a metric that is not declared public | refused |
     | ckpt_path: its steps are in no ledger | refused |
     | training_step returns None | refused: the step was drawn and must be charged |
     """
@@ -46,6 +48,7 @@ class PrivacyCallback(Callback):
         max_physical_batch_size: int | None = None,
         folder: str | Path | None = None,
         engine: PrivacyEngine | None = None,
+        public_metrics: Collection[str] = (),
         **options: Any,
     ) -> None:
         """`options` go to `PrivacyEngine.make_private`."""
@@ -53,6 +56,7 @@ class PrivacyCallback(Callback):
             delta, max_grad_norm, target_epsilon, noise_multiplier, folder, options, engine or PrivacyEngine()
         )
         self.max_physical_batch_size = max_physical_batch_size
+        self.public_metrics = frozenset(public_metrics)
         self.optimizer: PrivateOptimizer | None = None
 
     @property
@@ -61,10 +65,11 @@ class PrivacyCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            refuse(trainer, pl_module)
+            refuse(trainer, pl_module, self.public_metrics)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first moment with optimisers, before any batch is drawn."""
+        refuse(trainer, pl_module, self.public_metrics)  # schedulers were not there before
         loop = trainer.fit_loop
         source = loop._data_source
         loader = self.budget.poisson(source.dataloader())
@@ -113,7 +118,7 @@ class PrivacyCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """What callbacks of others may have changed since the start."""
-        refuse(trainer, pl_module)
+        refuse(trainer, pl_module, self.public_metrics)
         (inner,) = (getattr(o, "optimizer", o) for o in trainer.optimizers)
         if inner is not self.optimizer or not isinstance(
             trainer.train_dataloader.batch_sampler, PoissonBatchSampler
@@ -154,8 +159,13 @@ def records(batch: Any) -> int:
     return batch.shape[0]
 
 
-def refuse(trainer: Trainer, pl_module: LightningModule) -> None:
+def refuse(trainer: Trainer, pl_module: LightningModule, public: Collection[str]) -> None:
     """Whatever of the Trainer would change a gradient, a batch or the count of steps behind our back."""
+    for callback in trainer.callbacks:
+        refuse_private_metric(type(callback).__name__, getattr(callback, "monitor", None), public)
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            refuse_private_metric(type(config.scheduler).__name__, config.monitor, public)
     searches = (BatchSizeFinder, LearningRateFinder)
     reasons = [
         (trainer.gradient_clip_val, "gradient_clip_val: give max_grad_norm to PrivacyCallback instead"),

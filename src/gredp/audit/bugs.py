@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import gredp.adapters.budget as budget
 import gredp.distributed as distributed
 import gredp.engine as engine
 import gredp.front.normalise as normalise
@@ -597,6 +598,16 @@ def a_target_that_nobody_keeps(patch: Patch) -> None:
 def freshness_decided_by_each_process(patch: Patch) -> None:
     """The first one's batch is new, and it alone charges on the disk."""
     patch.setattr(optimizer, "largest", lambda number: number)
+
+
+def private_losses_that_decide(patch: Patch) -> None:
+    """One record changes when a run stops, which weights are kept and at what rate it learns."""
+
+    class Everything(tuple[str, ...]):
+        def __contains__(self, name: object) -> bool:
+            return True
+
+    patch.setattr(budget, "COUNTS", Everything())
 
 
 def draws_added_up(patch: Patch) -> None:

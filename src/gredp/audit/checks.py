@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gredp.adapters.budget import Budget
+from gredp.adapters.budget import Budget, refuse_private_metric
 from gredp.audit.bounds import Claim
 from gredp.audit.canaries import Grid
 from gredp.audit.game import Mechanism, audit
@@ -338,6 +338,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a parameter unfrozen after make_private": _unfrozen,
     "a batch out of turn under correlated noise": _out_of_turn,
     "a step past the target of an adapter": _past_the_target,
+    "a training loss that decides": lambda x: refuse_private_metric("EarlyStopping", "train_loss", ()),
 }
 
 

@@ -81,6 +81,7 @@ SELF_TEST = [
         bugs.batches_out_of_turn_let_through, checks.refusal, ("a batch out of turn under correlated noise",)
     ),
     Planted(bugs.a_target_that_nobody_keeps, checks.refusal, ("a step past the target of an adapter",)),
+    Planted(bugs.private_losses_that_decide, checks.refusal, ("a training loss that decides",)),
     Planted(bugs.reference_spectral_dp, STEP),
     Planted(bugs.variance_for_deviation, STEP),
     Planted(bugs.clip_of_each_coordinate, STEP),
