@@ -197,6 +197,11 @@ MUTANTS = [
         bugs.unfrozen_parameters_stepped,
         test_validation.test_a_parameter_unfrozen_after_make_private_is_refused_or_stays,
     ),
+    Mutant(
+        bugs.foreign_parameters_stepped,
+        test_validation.test_a_foreign_parameter_in_the_optimizer_is_refused_and_does_not_move,
+        ("appended",),
+    ),
     Mutant(bugs.noise_repeated_after_a_restart, laws.test_two_engines_never_share_noise),
     Mutant(bugs.sampling_with_24_bits, test_sampling.test_small_rates_are_met_exactly),
     Mutant(

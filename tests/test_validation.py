@@ -698,6 +698,39 @@ def test_a_layer_that_comes_after_make_private_is_refused():
         optimizer.step()
 
 
+FOREIGN = {
+    "appended": lambda optimizer, p: optimizer.param_groups[0]["params"].append(p),
+    "a new group": lambda optimizer, p: optimizer.param_groups.append(
+        {**optimizer.param_groups[0], "params": [p]}
+    ),
+    "through the original": lambda optimizer, p: optimizer.original_optimizer.add_param_group(
+        {"params": [p]}
+    ),
+}
+
+
+@pytest.mark.parametrize("way", FOREIGN)
+def test_a_foreign_parameter_in_the_optimizer_is_refused_and_does_not_move(way):
+    x = torch.randn(4, 3)
+    model, optimizer, _ = make_private(nn.Linear(3, 2), x)
+    scale = nn.Parameter(torch.zeros(2))
+    FOREIGN[way](optimizer, scale)
+    (model(x) * (1 + scale)).sum(1).mean().backward()
+    with pytest.raises(GredpError, match=r"holds a parameter of shape \(2,\) that was not the model's"):
+        optimizer.step()
+    assert optimizer.ledger.steps == 0
+    assert not scale.any()
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "noise_multiplier"])
+def test_what_was_certified_cannot_be_assigned(name):
+    _, optimizer, _ = make_private(nn.Linear(3, 2), torch.randn(4, 3))
+    before = getattr(optimizer, name)
+    with pytest.raises(GredpError, match=f"^{name} is part of what make_private certified"):
+        setattr(optimizer, name, 5.0)
+    assert getattr(optimizer, name) == before
+
+
 @pytest.mark.parametrize(
     ("criterion", "words"),
     [

@@ -77,7 +77,7 @@ class PrivateOptimizer(Optimizer):
         self.loss_reduction = loss_reduction
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
-        self.max_grad_norm = max_grad_norm
+        self._max_grad_norm = max_grad_norm
         #: of the weights after each update, if one is kept
         self.average = average
         #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
@@ -85,6 +85,7 @@ class PrivateOptimizer(Optimizer):
         self._turn: int | None = None
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name for name, _ in module.named_parameters() if name not in step.views}
+        self._owned = set(module.parameters())
         self._skip = self._awaited = self._in_parts = False
         #: the batches that the loader has drawn
         self.draws = Draws() if draws is None else draws
@@ -97,6 +98,19 @@ class PrivateOptimizer(Optimizer):
     def noise_multiplier(self) -> float:
         """The proven multiplier of every step; where the noise is scheduled, at factor 1."""
         return self.certificate.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: Any) -> None:
+        _refuse_assignment("noise_multiplier", "a noise_schedule changes it from step to step")
+
+    @property
+    def max_grad_norm(self) -> Any:
+        """As it was asked for: one norm, or one for each layer or parameter."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: Any) -> None:
+        _refuse_assignment("max_grad_norm", "for another norm, engine.detach() and make_private again")
 
     @property
     def bands(self) -> int:
@@ -239,6 +253,13 @@ class PrivateOptimizer(Optimizer):
                     f"parameter {name} {came} after make_private: its gradient would be neither clipped nor "
                     "noised; change the model first, then make it private"
                 )
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter not in self._owned:
+                raise GredpError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not the "
+                    "model's in make_private: it would move by its raw gradient; make it part of the model "
+                    "first, then make that private"
+                )
 
     def _release(self) -> dict[str, Tensor]:
         """Charge the step, then noise the sum."""
@@ -307,3 +328,7 @@ class PrivateOptimizer(Optimizer):
             f"PrivateOptimizer(noise_multiplier={self.noise_multiplier:.4g}, "
             f"sample_rate={self.sample_rate:.4g}, {self.original_optimizer!r})"
         )
+
+
+def _refuse_assignment(name: str, instead: str) -> None:
+    raise GredpError(f"{name} is part of what make_private certified and cannot be assigned: {instead}")

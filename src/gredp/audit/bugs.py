@@ -343,6 +343,17 @@ def unfrozen_parameters_stepped(patch: Patch) -> None:
     patch.setattr(optimizer.PrivateOptimizer, "_refuse_strangers", lambda self: None)
 
 
+def foreign_parameters_stepped(patch: Patch) -> None:
+    """The check of what the optimizer holds finds nothing foreign."""
+    honest = optimizer.PrivateOptimizer._refuse_strangers
+
+    def blind(self):
+        self._owned |= {p for group in self.param_groups for p in group["params"]}
+        honest(self)
+
+    patch.setattr(optimizer.PrivateOptimizer, "_refuse_strangers", blind)
+
+
 def noise_repeated_after_a_restart(patch: Patch) -> None:
     """A seed kept with the run: after a resume the first steps' noise is drawn again, on other records."""
 

@@ -309,6 +309,12 @@ def _unfrozen(x: Tensor) -> None:
     _released(model, optimizer, x)
 
 
+def _foreign(x: Tensor) -> None:
+    model, optimizer, _, _ = _private(nn.Linear(6, 3), x, z=1.0)
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+    _released(model, optimizer, x)
+
+
 def _out_of_turn(x: Tensor) -> None:
     """Of two loops side by side, the older one's second batch was drawn for a turn that has passed."""
     model, optimizer, loader, _ = _banded(1)
@@ -336,6 +342,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a weight used outside of its layer": _outside,
     "a second step on the same gradients": lambda x: _attempt(nn.Linear(6, 3), x)[1].step(),
     "a parameter unfrozen after make_private": _unfrozen,
+    "a foreign parameter in the optimizer": _foreign,
     "a batch out of turn under correlated noise": _out_of_turn,
     "a step past the target of an adapter": _past_the_target,
     "a training loss that decides": lambda x: refuse_private_metric("EarlyStopping", "train_loss", ()),

@@ -71,6 +71,7 @@ SELF_TEST = [
     ),
     Planted(bugs.spent_gradients_used_again, checks.refusal, ("a second step on the same gradients",)),
     Planted(bugs.unfrozen_parameters_stepped, checks.refusal, ("a parameter unfrozen after make_private",)),
+    Planted(bugs.foreign_parameters_stepped, checks.refusal, ("a foreign parameter in the optimizer",)),
     Planted(bugs.parts_that_do_not_take_turns, checks.turns),
     Planted(bugs.accountant_fed_the_rate_of_all_records, checks.turns),
     Planted(bugs.turns_rounded_down, checks.turns),
