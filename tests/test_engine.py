@@ -347,6 +347,7 @@ def test_a_norm_may_come_from_numpy_or_torch(norm):
         ({"batch_first": False}, "first dimension"),
         ({"loss_reduction": "median"}, "'mean' or 'sum'"),
         ({"grad_sample_mode": "no_op"}, "no_op"),
+        ({"grad_sample_mode": "ghost_fsdp"}, "'ghost_fsdp' is not offered.*torchrun"),
         ({"method": "sgd"}, "unknown method 'sgd'"),
         ({"clipping": "soft"}, "unknown clipping 'soft'"),
         ({"filter_ratio": 0.5}, "dpsgd has no option filter_ratio"),

@@ -162,6 +162,26 @@ def test_batch_norm_becomes_group_norm_over_about_sixteen_channels(kind, channel
     assert new.affine
 
 
+def test_options_of_fix_are_followed_or_refused():
+    model = nn.Sequential(nn.BatchNorm2d(8, eps=1e-3), nn.BatchNorm1d(8))
+    for fix in (gredp.fix, gredp.ModuleValidator.fix, gredp.ModuleValidator.fix_and_validate):
+        assert [layer.num_groups for layer in fix(model, num_groups=4)] == [4, 4]
+        assert [type(layer) for layer in fix(model, replace_bn_with_in=True)] == [
+            nn.InstanceNorm2d,
+            nn.InstanceNorm1d,
+        ]
+        with pytest.raises(TypeError, match="num_group"):
+            fix(model, num_group=4)
+        with pytest.raises(GredpError, match="3 groups do not divide the 8 channels"):
+            fix(model, num_groups=3)
+        with pytest.raises(GredpError, match="num_groups is a positive number"):
+            fix(model, num_groups=4, replace_bn_with_in=True)
+    new = gredp.fix(model, replace_bn_with_in=True)[0]
+    assert (new.eps, new.affine, new.track_running_stats) == (1e-3, True, False)
+    with pytest.raises(GredpError, match="no InstanceNorm is known for SyncBatchNorm"):
+        gredp.fix(nn.SyncBatchNorm(8), replace_bn_with_in=True)
+
+
 def test_batch_norm_without_parameters_becomes_group_norm_without():
     assert not gredp.fix(nn.BatchNorm2d(4, affine=False)).affine
 

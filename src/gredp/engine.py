@@ -204,7 +204,7 @@ class PrivacyEngine:
         self._loader = loader
         if split is not None:
             self._use_split(from_first(lambda: (None, split.key))[1])
-        if "ghost" in grad_sample_mode:
+        if grad_sample_mode == "ghost":
             return module, private, criterion, loader
         return module, private, loader
 

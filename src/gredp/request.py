@@ -13,7 +13,7 @@ from gredp.privacy.schedule import NoiseSchedule
 from gredp.validation import validate
 
 #: modes of Opacus that differ in how gradients are computed, not in what is computed
-GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
+GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost")
 
 
 def whole_bands(bands: int | str) -> int:
@@ -41,6 +41,11 @@ def check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool
     if not poisson_sampling:
         raise GredpError(
             "poisson_sampling=False is not offered: the accountant's ε holds for Poisson batches only"
+        )
+    if mode == "ghost_fsdp":
+        raise GredpError(
+            "grad_sample_mode 'ghost_fsdp' is not offered: a model in shards hides its parameters from the "
+            "hooks; give the model itself and 'ghost', and several processes under torchrun train it as one"
         )
     if mode not in GRAD_SAMPLE_MODES:
         raise GredpError(

@@ -65,11 +65,17 @@ def validate(model: nn.Module) -> list[UnsupportedModuleError]:
     return errors
 
 
-def replacement(layer: nn.Module) -> nn.Module | None:
+def replacement(
+    layer: nn.Module, num_groups: int | None = None, replace_bn_with_in: bool = False
+) -> nn.Module | None:
     """What `fix` puts in place of this layer, or None where it has nothing to offer."""
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        if replace_bn_with_in:
+            return _with_weights(_instance_norm(layer), layer)
         # 16 channels a group, or the largest number of groups that divides the channels
-        groups = math.gcd(layer.num_features, max(1, layer.num_features // 16)) or 1
+        groups = num_groups or math.gcd(layer.num_features, max(1, layer.num_features // 16))
+        if layer.num_features % groups:
+            raise GredpError(f"{groups} groups do not divide the {layer.num_features} channels of a layer")
         return _with_weights(
             nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine), layer
         )
@@ -78,6 +84,13 @@ def replacement(layer: nn.Module) -> nn.Module | None:
     if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is None and not layer.add_zero_attn:
         return PrivateMultiheadAttention.from_stock(layer)
     return None
+
+
+def _instance_norm(layer: nn.modules.batchnorm._BatchNorm) -> nn.Module:
+    for kind, norm in zip((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), INSTANCE_NORMS):
+        if isinstance(layer, kind):
+            return norm(layer.num_features, eps=layer.eps, affine=layer.affine)
+    raise GredpError(f"no InstanceNorm is known for {type(layer).__name__}: leave replace_bn_with_in out")
 
 
 def _with_weights(new: nn.Module, old: nn.Module) -> nn.Module:
@@ -108,9 +121,19 @@ def _replace(model: nn.Module, choose: Callable[[str, nn.Module], nn.Module | No
     return model
 
 
-def fix(model: nn.Module) -> nn.Module:
-    """A copy in which every layer that `validate` refuses and that has a replacement is replaced."""
-    model = _replace(model, lambda _, layer: replacement(layer) if problem(layer) else None)
+def fix(model: nn.Module, *, num_groups: int | None = None, replace_bn_with_in: bool = False) -> nn.Module:
+    """A copy in which every layer that `validate` refuses and that has a replacement is replaced.
+
+    Batch normalisation becomes GroupNorm with `num_groups` groups, by default of about 16 channels each, or
+    with `replace_bn_with_in` InstanceNorm.
+    """
+    if num_groups is not None and (replace_bn_with_in or num_groups < 1):
+        raise GredpError(f"num_groups is a positive number, for GroupNorm alone; not {num_groups} here")
+
+    def choose(_: str, layer: nn.Module) -> nn.Module | None:
+        return replacement(layer, num_groups, replace_bn_with_in) if problem(layer) else None
+
+    model = _replace(model, choose)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoder):  # its shortcut reaches into the stock attention
             layer.enable_nested_tensor = layer.use_nested_tensor = False
@@ -160,11 +183,12 @@ class ModuleValidator:
         return not cls.validate(module)
 
     @classmethod
-    def fix(cls, module: nn.Module, **_: Any) -> nn.Module:
-        return fix(module)
+    def fix(cls, module: nn.Module, **options: Any) -> nn.Module:
+        """`options` are those of `gredp.fix`."""
+        return fix(module, **options)
 
     @classmethod
-    def fix_and_validate(cls, module: nn.Module, **_: Any) -> nn.Module:
-        fixed = fix(module)
+    def fix_and_validate(cls, module: nn.Module, **options: Any) -> nn.Module:
+        fixed = fix(module, **options)
         cls.validate(fixed, strict=True)
         return fixed

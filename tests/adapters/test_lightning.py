@@ -58,7 +58,6 @@ def fit(module: LightningModule, callback: Callback, batch_size: int = 6, data=N
             "accelerator": "cpu",
             "logger": False,
             "enable_checkpointing": False,
-            "default_root_dir": settings.pop("root", None),
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "callbacks": [callback, *settings.pop("more", [])],
@@ -289,10 +288,10 @@ def test_what_decides_by_a_metric_that_is_not_public_is_refused(tmp_path, who, m
     with pytest.raises(
         GredpError, match=rf"{who} decides by '{metric}', which ε does not cover.*public_metrics"
     ):
-        fit(module, callback, more=callbacks(), enable_checkpointing=True)
+        fit(module, callback, more=callbacks(), enable_checkpointing=who == "ModelCheckpoint")
     assert callback.engine.ledger.steps == 0
     declared = private(public_metrics=[metric])
-    fit(module, declared, more=callbacks(), enable_checkpointing=True)
+    fit(module, declared, more=callbacks(), enable_checkpointing=who == "ModelCheckpoint")
     assert declared.engine.ledger.steps == 8
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from gredp.audit import checks, claims, selftest
 from gredp.cli import main
+from gredp.training.settings import TrainSettings
 
 STEP = """
 import numpy as np
@@ -108,6 +109,31 @@ def test_the_audit_becomes_a_section_of_the_runs_record(capsys, tmp_path):
     record = json.loads((run / "record.json").read_text())
     assert record["audit"]["refuted"] is False
     assert record["guarantee"]["proven_epsilon"] <= 2
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"noise": "shaped", "exponent": 0.3, "preconditioner": 0.2, "groups": "layer", "window": 7},
+        {"method": "spectral_dp", "filter_ratio": 0.75},
+    ],
+    ids=["shaped", "filtered"],
+)
+def test_the_audit_of_a_run_plays_its_method_with_its_options(capsys, tmp_path, monkeypatch, told):
+    settings = TrainSettings(**told)
+    record = {"format": "gredp-record", "settings": settings.kept(), "guarantee": {}}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    played = []
+    honest = claims.run_case
+    monkeypatch.setattr(
+        claims, "run_case", lambda case, *a, **k: played.append(case) or honest(case, *a, **k)
+    )
+    status, _ = audit(capsys, "--run", str(tmp_path), "--plays", "30", "--alpha", "1e-7")
+    assert status == 0
+    assert {name: played[0].options[name] for name in told} == told
+    (tmp_path / "record.json").write_text(json.dumps(record | {"settings": {"colour": "red"}}))
+    status, out = audit(capsys, "--run", str(tmp_path))
+    assert (status, "not of this version" in out) == (2, True)
 
 
 def test_all_shares_alpha_out_and_tells_expected_from_unexpected(capsys, monkeypatch):

@@ -186,18 +186,20 @@ def _play_target(settings: AuditSettings, progress: Progress) -> dict[str, Any]:
 def _case_of_run(folder: Path) -> Any:
     """The method of a run, at the noise at which few plays tell most: z is linear in σ."""
     from gredp.audit.claims import Case, method
+    from gredp.training.settings import TrainSettings
 
     record = _read_record(folder)
-    settings = record["settings"]
-    more = {"filter_ratio": settings["filter_ratio"]} if settings["method"] == "spectral_dp" else {}
-    bands = record["guarantee"].get("correlation_bands", 1)
+    try:
+        settings = TrainSettings(**record["settings"])
+    except TypeError as error:
+        raise GredpError(f"the record of {folder} is not of this version of gredp: {error}") from None
     options = method(
-        settings["method"],
-        settings["noise"],
-        settings["clipping"],
-        claim=settings["claim"],
-        correlation_bands=bands,
-        **more,
+        settings.method,
+        settings.noise,
+        settings.clipping,
+        claim=settings.claim,
+        correlation_bands=record["guarantee"].get("correlation_bands", 1),
+        **settings.options(),
     )
     return Case(f"the method of {folder.name}", options, "proven")
 
