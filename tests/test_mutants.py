@@ -180,6 +180,11 @@ MUTANTS = [
         ("assigned",),
     ),
     Mutant(
+        bugs.buffers_watched_in_the_forward_only,
+        test_validation.test_state_that_is_written_between_forward_and_release_is_refused,
+        (test_validation.from_the_loop, 2),
+    ),
+    Mutant(
         bugs.gradients_outside_their_layer_let_through,
         test_validation.test_a_weight_used_outside_its_layer_is_refused_by_name,
     ),

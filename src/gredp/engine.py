@@ -198,6 +198,7 @@ class PrivacyEngine:
             sampler.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
+        capture.state.remember()
         if ema:
             private.average = WeightAverage(module, ema)
         self._optimizer, self.requested_multiplier = private, noise_multiplier
@@ -344,6 +345,7 @@ class PrivacyEngine:
         | several processes | the first one writes, the others do nothing |
         """
         module, optimizer = self._private()
+        optimizer.capture.state.refuse_changes()
         if rank():
             return
         if self._folder is None:

@@ -205,6 +205,8 @@ class PrivateOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_strangers()
+        if not self._skip:
+            self.capture.state.refuse_changes()
         if world_size() != self._processes:
             raise GredpError(
                 f"{world_size()} processes, but {self._processes} when the model was made private: "

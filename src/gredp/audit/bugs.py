@@ -22,6 +22,7 @@ import gredp.gradient.clip as clip
 import gredp.gradient.correlated as correlated
 import gredp.gradient.noise as noise
 import gredp.gradient.per_sample as per_sample
+import gredp.gradient.state as state
 import gredp.gradient.step as step
 import gredp.gradient.summation as summation
 import gredp.mechanisms.banded as banded
@@ -324,7 +325,13 @@ def batch_norm_let_through(patch: Patch) -> None:
 
 
 def buffers_not_watched(patch: Patch) -> None:
-    patch.setattr(capture.Capture, "_end_pass", lambda self: None)
+    """No look at what the model holds beside its trained parameters."""
+    patch.setattr(state.HeldState, "_refuse", lambda self, tensors: None)
+
+
+def buffers_watched_in_the_forward_only(patch: Patch) -> None:
+    """A backward hook, or the loop between two steps, writes what it likes."""
+    patch.setattr(state.HeldState, "refuse_changes", lambda self: None)
 
 
 def gradients_outside_their_layer_let_through(patch: Patch) -> None:

@@ -297,6 +297,15 @@ def _following_buffer(x: Tensor) -> None:
     _attempt(nn.Sequential(layer), x)
 
 
+def _written_by_the_loop(x: Tensor) -> None:
+    layer = nn.Linear(6, 3)
+    layer.register_buffer("mean", torch.zeros(6))
+    model, optimizer, _, _ = _private(layer, x, z=1.0)
+    model(x).sum(1).mean().backward()
+    model.mean.copy_(x.mean(0))
+    optimizer.step()
+
+
 def _outside(x: Tensor) -> None:
     model, optimizer, _, _ = _private(nn.Linear(6, 6), x, z=1.0)
     (model(x) @ model.weight).mean().backward()
@@ -339,6 +348,7 @@ def _past_the_target(x: Tensor) -> None:
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "batch normalisation": lambda x: _attempt(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), x),
     "a buffer that follows the data": _following_buffer,
+    "a buffer that the loop writes to": _written_by_the_loop,
     "a weight used outside of its layer": _outside,
     "a second step on the same gradients": lambda x: _attempt(nn.Linear(6, 3), x)[1].step(),
     "a parameter unfrozen after make_private": _unfrozen,

@@ -64,6 +64,7 @@ SELF_TEST = [
     Planted(bugs.weights_learned_before_the_release, checks.shape),
     Planted(bugs.batch_norm_let_through, checks.refusal, ("batch normalisation",)),
     Planted(bugs.buffers_not_watched, checks.refusal, ("a buffer that follows the data",)),
+    Planted(bugs.buffers_watched_in_the_forward_only, checks.refusal, ("a buffer that the loop writes to",)),
     Planted(
         bugs.gradients_outside_their_layer_let_through,
         checks.refusal,

@@ -5,7 +5,7 @@ autograd would compute is never needed, and a parameter that receives one all th
 outside its layer, where no clip would see it. That is refused.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from gredp.gradient.rules import (
     grid_axes,
     rule_for,
 )
+from gredp.gradient.state import HeldState
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block
 from gredp.sealed import one_line
@@ -120,11 +121,8 @@ class Capture:
         self._paused = False
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
-        self._buffers: dict[str, Tensor] = {}
-        #: of the model before its forward, and after the last backward that was taken
-        self._before = self._taken = _versions(module)
-        #: whether the model's own forward was called, whose buffers are compared by value
-        self._whole = False
+        #: what may not change but by releases
+        self.state = HeldState(module, {full for unit in self.units for full in unit.parameters.values()})
         self._handles: list[Any] = []
         self._grid_axes = {block.name: len(block.grid) for block in self.blocks()}
         self._attach()
@@ -157,6 +155,7 @@ class Capture:
             return None
 
         handles = self._handles
+        handles += self.state.attach()
         handles.append(self.module.register_forward_pre_hook(begin_pass, with_kwargs=True))
         handles.append(self.module.register_forward_hook(end_pass))
         for unit in self.units:
@@ -201,31 +200,13 @@ class Capture:
         self._pass += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         self._root_batch = tensors[0].shape[0] if tensors else None
-        self._whole = True
         if self.module.training:
-            self._before = _versions(self.module)
-            self._buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            self.state.begin_forward()
 
     def _end_pass(self) -> None:
         self._root_batch = None
-        if not self.module.training:
-            return
-        for name, buffer in self.module.named_buffers():
-            before = self._buffers.get(name)
-            if before is not None and not _same(before, buffer):
-                raise GredpError(
-                    f"buffer {name} was changed by a training forward: what follows the data would be "
-                    "released without noise; use a layer without running statistics (see gredp.fix)"
-                )
-        self._refuse_changes(self._before, self._buffers, "by a training forward")
-
-    def _refuse_changes(self, before: dict[str, tuple[int, int]], but: Collection[str], when: str) -> None:
-        for name, version in _versions(self.module).items():
-            if name not in but and before.get(name) != version:
-                raise GredpError(
-                    f"{name} was changed {when}: what follows the data would be released without noise; use "
-                    "layers that keep nothing of their inputs"
-                )
+        if self.module.training:
+            self.state.end_forward()
 
     def _silence(self, layer: nn.Module) -> None:
         unit = self._by_layer[layer]
@@ -394,11 +375,6 @@ class Capture:
         """What the last backward brought, valid until the next; None if there was none."""
         if self._pending_pass is None or self._batch is None:
             return None
-        if not self._whole:
-            trained = {full for unit in self.units for full in unit.parameters.values()}
-            when = "since the last step, in which parts of the model were called and not the model"
-            self._refuse_changes(self._taken, trained, when)
-        self._taken, self._whole = _versions(self.module), False
         records = self._batch // self.views
         scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
         spectra = PerSampleSpectra(self._pending, records, scale)
@@ -436,15 +412,3 @@ def _refuse_raw_gradient(name: str) -> Callable[[Tensor], None]:
 def _keep_in_eval_mode(layer: nn.Module, args: Any) -> None:
     """A frozen normalisation stays as it is, also when a loop calls model.train() in every epoch."""
     layer.eval()
-
-
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of all that the model's state holds: which tensor it is, and how often it was written to."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name: (id(tensor), tensor._version) for name, tensor in tensors}
-
-
-def _same(before: Tensor, after: Tensor) -> bool:
-    if before.shape != after.shape or before.dtype != after.dtype:
-        return False
-    return bool(((before == after) | (before.isnan() & after.isnan())).all())
