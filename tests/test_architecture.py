@@ -79,7 +79,7 @@ def test_random_numbers_are_drawn_in_named_places_only():
     assert found == {
         "randomness.py",
         "gradient/noise.py",
-        "sampling.py",
+        "sampling/samplers.py",
         "layers/block_circulant.py",
         "audit/canaries.py",
         "audit/bugs.py",

@@ -7,7 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from gredp import BatchMemoryManager, PrivacyEngine
 from gredp.errors import GredpError
@@ -136,16 +143,20 @@ def test_loaders_that_others_build_around_the_sampler_are_known_too():
     assert rates(engine) == [RATE] * 5 + [1.0]
 
 
-def test_public_inputs_may_join_a_batch():
-    engine, model, optimizer, loader = private(batch_size=4)
-    public = torch.randn(4, 5)
-    for _ in range(3):
-        for x, y in loader:
-            if not engine.ledger.steps and len(x) in (1, 2, 4):
-                continue  # the very first cannot be told from several inputs of each record
-            backward(model, torch.cat([x, public]), torch.cat([y, y.new_zeros(4)]))
+@pytest.mark.parametrize("rows", [slice(0, -1), slice(None), slice(0, 3)])
+def test_inputs_that_are_not_the_drawn_records_are_refused_whatever_their_number(rows):
+    """Windows of a record, public records, a filter: no number but the records' own."""
+    engine, model, optimizer, loader = private(batch_size=20)
+    x, y = next(iter(loader))
+    more = torch.randn(4, 5)[rows]
+    for inputs in (torch.cat([x, more]), x[:-1]):
+        backward(model, inputs, torch.zeros(len(inputs), dtype=torch.long))
+        with pytest.raises(GredpError, match=f"run on {len(inputs)} inputs, but {len(x)} records"):
             optimizer.step()
-    assert set(rates(engine)) == {0.1}
+    assert engine.ledger.steps == 0
+    backward(model, x, y)
+    optimizer.step()
+    assert rates(engine) == [0.5]
 
 
 def test_a_private_optimiser_is_not_copied():
@@ -158,13 +169,16 @@ def test_a_private_optimiser_is_not_copied():
 
 def test_loops_over_parts_do_not_run_side_by_side():
     _, model, optimizer, loader = private(batch_size=40, noise_multiplier=0.0)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=15, optimizer=optimizer) as parts:
-        older = iter(parts)
-        backward(model, *next(older))
-        optimizer.step()
-        next(iter(parts))
-        with pytest.raises(GredpError, match="another loop over parts of batches began"):
-            next(older)
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=15, optimizer=optimizer)
+    parts = manager.__enter__()
+    older = iter(parts)
+    backward(model, *next(older))
+    optimizer.step()
+    next(iter(parts))
+    with pytest.raises(GredpError, match="another loop over parts of batches began"):
+        next(older)
+    with pytest.warns(UserWarning, match="left unfinished"):
+        manager.__exit__(None, None, None)
 
 
 def test_the_divisor_of_a_stated_rate_stays_what_it_was():
@@ -208,7 +222,7 @@ def test_batches_of_the_loader_are_not_added_up():
     backward(model, *next(batches))
     optimizer.step()
     backward(model, *next(batches))
-    with pytest.raises(GredpError, match=r"more inputs than one draw .* larger batch_size"):
+    with pytest.raises(GredpError, match=r"more than one draw .* larger batch_size"):
         optimizer.step()
     assert engine.ledger.steps == 0
     backward(model, *next(batches))  # the sum is forgotten, and training can go on
@@ -223,7 +237,7 @@ def test_nor_are_they_when_they_were_fetched_together():
         optimizer.signal_skip_step(number < 2)
         backward(model, *batch)
         if number:
-            with pytest.raises(GredpError, match="more inputs than one draw"):
+            with pytest.raises(GredpError, match="inputs of more than one draw"):
                 optimizer.step()
             break
         optimizer.step()
@@ -290,6 +304,94 @@ def test_an_interrupted_step_leaves_nothing_in_the_sum(monkeypatch, where):
     optimizer.step()
     moved = torch.cat([p.grad.flatten() for p in model.parameters()]).norm() * 40
     assert moved <= 40 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_workers_fetched_ahead_do_not_pay_for_second_steps(workers):
+    """The rate is that of a sequence without any look-ahead, whether inputs are known by memory or not."""
+    data = TensorDataset(torch.randn(4000, 5), torch.randint(0, 3, (4000,)))
+    for prepared in (lambda x: x, lambda x: x * 2):
+        model = nn.Linear(5, 3)
+        engine = PrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                data, batch_size=200, num_workers=workers, prefetch_factor=4 if workers else None
+            ),
+            noise_multiplier=3.0,
+            max_grad_norm=1.0,
+        )
+        for _, (x, y) in zip(range(3), loader):
+            for _ in range(8):
+                backward(model, prepared(x), y)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    optimizer.step()
+        assert rates(engine) == ([0.05] + [1.0] * 7) * 3
+
+
+def test_an_old_batch_is_known_by_its_memory_even_if_a_batch_of_its_size_was_left_out():
+    engine, model, optimizer, loader = private(sample_rate=0.999999, batch_size=40)  # all 40 records
+    x, y = [*loader, *loader][0]
+    for _ in range(2):
+        backward(model, x, y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    assert rates(engine) == [0.999999, 1.0]
+
+
+def test_draws_that_add_up_to_the_size_of_another_are_refused():
+    third = 0
+    for seed in range(60):
+        engine, model, optimizer, loader = private(PrivacyEngine(secret=Secret(seed)), batch_size=4)
+        batches = list(loader)
+        sizes = [len(x) for x, _ in batches]
+        third += sizes[0] + sizes[1] in sizes[2:]
+        optimizer.signal_skip_step()
+        backward(model, *batches[0])
+        optimizer.step()
+        optimizer.signal_skip_step(False)
+        backward(model, *batches[1])
+        with pytest.raises(GredpError, match="more than one draw"):
+            optimizer.step()
+        assert not engine.ledger.steps
+    assert third  # among these were such
+
+
+def test_workers_of_a_loader_that_another_program_built_are_refused():
+    """They would draw ahead of what the loop is handed."""
+    _, _, _, loader = private(num_workers=1)
+    rebuilt = DataLoader(
+        RECORDS, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn, num_workers=1
+    )
+    with pytest.raises(GredpError, match="another program rebuilt the private data loader"):
+        next(iter(rebuilt))
+    next(iter(loader))
+
+
+def test_workers_that_persist_hand_out_every_pass():
+    engine, model = PrivacyEngine(), nn.Linear(5, 3)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(RECORDS, batch_size=8, num_workers=1, persistent_workers=True),
+        noise_multiplier=Z,
+        max_grad_norm=1.0,
+    )
+    for _ in range(2):
+        for x, y in loader:
+            backward(model, x, y)
+            optimizer.step()
+    assert rates(engine) == [RATE] * 10
+
+
+def test_views_and_a_collate_function_of_ones_own_are_refused():
+    """Rows that it reorders would be folded into records that they are not of."""
+    data = DataLoader(RECORDS, batch_size=8, collate_fn=lambda rows: default_collate(rows[::2] + rows[1::2]))
+    with pytest.raises(GredpError, match=r"side by side, and a collate_fn .* leave collate_fn to torch"):
+        private(data_loader=data, views=2)
 
 
 def test_two_models_of_one_engine_draw_different_batches():

@@ -284,7 +284,7 @@ def test_shaped_noise_learns_from_releases_only():
         optimizer.private_step.accumulate(optimizer.capture.take())
         during = torch.cat(list(optimizer.private_step.squared_weights.values()))
         assert torch.equal(during, weights[-1])
-        optimizer.begin_logical_batches()
+        optimizer.forget()
         one_step(model, optimizer, x, y)
         weights.append(torch.cat(list(optimizer.private_step.squared_weights.values())))
     assert torch.equal(weights[0], torch.ones_like(weights[0]))

@@ -76,6 +76,18 @@ MUTANTS = [
         test_draws.test_two_models_of_one_engine_draw_different_batches,
     ),
     Mutant(
+        bugs.draws_counted_as_they_are_drawn,
+        test_draws.test_batches_that_workers_fetched_ahead_do_not_pay_for_second_steps,
+        (2,),
+    ),
+    Mutant(
+        bugs.rows_not_compared_with_records, test_draws.test_more_inputs_than_records_are_refused, (False,)
+    ),
+    Mutant(
+        bugs.views_reordered_by_a_collate_function,
+        test_draws.test_views_and_a_collate_function_of_ones_own_are_refused,
+    ),
+    Mutant(
         bugs.every_step_charged_as_a_new_draw,
         test_draws.test_a_second_step_on_a_batch_is_charged_without_sampling_and_says_so,
     ),

@@ -191,11 +191,10 @@ class PrivacyEngine:
             max_grad_norm=norms,
             schedule=schedule,
             split=split,
-            draws=sampler.draws,
+            handed=sampler.handed,
         )
         if split is not None:
-            loader.optimizer = private
-            sampler.next_turn = lambda: private.next_turn
+            sampler.handed.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         share_weights(module)
         capture.state.remember()

@@ -1,5 +1,6 @@
 """The optimiser a user steps: it charges the ledger, asks rail A for a gradient, and hands it on."""
 
+import math
 import warnings
 from collections.abc import Callable
 from itertools import groupby
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -18,7 +20,7 @@ from gredp.gradient.step import PrivateStep
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 from gredp.randomness import Split
-from gredp.sampling import Draws
+from gredp.sampling.draws import Draw, HandedOut
 
 
 class PrivateOptimizer(Optimizer):
@@ -33,8 +35,9 @@ class PrivateOptimizer(Optimizer):
     |---|---|
     | step() without a backward since the last one | refused: those gradients were spent |
     | a batch of the loader is stepped with again | charged at rate 1, with a warning: no new draw hides it |
+    | more or fewer inputs than records were drawn | refused: each input is clipped as one record |
     | batches of the loader are added up, a part of one is stepped with twice | refused |
-    | batches that are not the loader's | charged as if drawn as the loader does: the caller's word |
+    | batches of the caller's own, before the loader was used | charged as the loader's: the caller's word |
     | an exception within step() | the sum is forgotten; what was charged stays charged |
     | an empty batch | noise alone; charged |
     | zero_grad() before step() | the last backward is forgotten; nothing charged |
@@ -58,7 +61,7 @@ class PrivateOptimizer(Optimizer):
         average: AveragedModel | None = None,
         schedule: NoiseSchedule = CONSTANT,
         split: Split | None = None,
-        draws: Draws | None = None,
+        handed: HandedOut | None = None,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
@@ -82,16 +85,14 @@ class PrivateOptimizer(Optimizer):
         self.average = average
         #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
         self.split = split
-        self._turn: int | None = None
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
         self._frozen = {name for name, _ in module.named_parameters() if name not in step.views}
         self._owned = set(module.parameters())
-        self._skip = self._awaited = self._in_parts = False
-        #: the batches that the loader has drawn
-        self.draws = Draws() if draws is None else draws
-        self._extra: int | None = None  # inputs of the last step beyond the records of its batch
-        #: loops over parts of batches, so far
-        self.passes = 0
+        #: the batches that the loader has handed out
+        self.handed = HandedOut() if handed is None else handed
+        self._skip = False
+        self._summed: Draw | None = None  # the draw whose records are in the sum, where it is known
+        self._newest: Draw | None = None  # the last one that was handed out when the sum began
         self._processes = world_size()
 
     @property
@@ -174,29 +175,18 @@ class PrivateOptimizer(Optimizer):
         """
         self._skip = do_skip
 
-    def expect_part(self, last: bool, turn: int) -> None:
-        """A physical batch, drawn for the step `turn`, is handed out: the next step must be its own."""
-        if self._awaited:
-            raise GredpError(
-                "a batch, or part of one, was not stepped before the next was taken, passed over or read "
-                "ahead: a record could count twice; call optimizer.step() for each in turn"
-            )
-        self._awaited, self._turn = True, turn
-        self.signal_skip_step(not last)
-
     @property
     def next_turn(self) -> int:
         """The number of the step that comes next, among those of the split."""
         return 0 if self.split is None else self.ledger.steps_of(self.split.name)
 
-    def begin_logical_batches(self, in_parts: bool = False) -> bool:
-        """Forget a logical batch that was left unfinished; True if there was one."""
+    def forget(self) -> bool:
+        """Drop a logical batch that was left unfinished; True if there was one."""
         unfinished = self.private_step.accumulated
         self.private_step.discard()
         self.capture.drop()
-        self.passes += 1
-        self._skip = self._awaited = False
-        self._in_parts = in_parts
+        self.handed.waiting, self.handed.in_parts = None, False
+        self._skip = False
         return unfinished
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -212,27 +202,20 @@ class PrivateOptimizer(Optimizer):
                 f"{world_size()} processes, but {self._processes} when the model was made private: "
                 "join them first, then make it private"
             )
-        if self.split is not None and self._turn != self.next_turn:
-            raise GredpError(
-                f"step {self.next_turn + 1} needs the batch that the loader drew for it, not that of step "
-                f"{'none' if self._turn is None else self._turn + 1}: with correlation bands every batch is "
-                "stepped with once, in order, before the next one is taken"
-            )
-        self._refuse_twice()
+        inputs = self.capture.inputs
         spectra = self.capture.take()
         if spectra is None:
             raise GredpError(
                 "optimizer.step() without a new backward pass: gradients are spent once; "
                 "check that model.train() was called and that the loss depends on the model"
             )
-        self._refuse_several(self.private_step.records + spectra.batch)
         try:
+            draw, last = self._draw_of(spectra.batch, inputs)
             with exact(next(iter(self._parameters.values())).device):
                 self.private_step.accumulate(spectra)
-                self._awaited = False
-                if self._skip:
+                if not last:
                     return loss
-                gradients = self._release()
+                gradients = self._release(draw)
         except BaseException:  # an interrupt among them: the records of the next batch must not join these
             self.private_step.discard()
             raise
@@ -263,54 +246,77 @@ class PrivateOptimizer(Optimizer):
                     "first, then make that private"
                 )
 
-    def _release(self) -> dict[str, Tensor]:
-        """Charge the step, then noise the sum."""
-        factor = self.schedule.factor(self.ledger.steps - self.charged_before)
-        self._charge(factor)
-        return self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
+    def _draw_of(self, records: int, inputs: list[StorageWeakRef]) -> tuple[Draw | None, bool]:
+        """The draw that these records are of, and whether they complete it; None for batches of the caller's.
 
-    def _refuse_twice(self) -> None:
-        if self._in_parts and not self._awaited and self.private_step.accumulated:
+        Refuses sums in which a record could be twice, and rows that are not records.
+        """
+        part = self.handed.waiting
+        if part is not None:
+            if self.private_step.accumulated and self._summed is not part.draw:
+                self.private_step.discard()  # its loop was left early
+            self.handed.check(records, part.records)
+            self.handed.waiting, self._summed = None, part.draw
+            self._refuse_out_of_turn(part.draw)
+            return part.draw, part.last
+        before = self.private_step.records if self.private_step.accumulated else 0
+        if self.handed.in_parts and before:
             raise GredpError("this part of a batch was stepped with already: its records would count twice")
+        if self._skip or self.private_step.accumulated:
+            draw = self._draw_in_parts(before + records, inputs)
+        else:
+            draw = self.handed.find(records, inputs)
+        self._refuse_out_of_turn(draw)
+        return draw, not self._skip
 
-    def _refuse_several(self, inputs: int) -> None:
-        """Sums in which a record may be more than once, by the number of inputs that they have."""
-        if (self._skip or self.private_step.accumulated) and inputs > self.draws.largest:
-            self.private_step.discard()
+    def _draw_in_parts(self, records: int, inputs: list[StorageWeakRef]) -> Draw | None:
+        """Parts that the caller cut by hand: all of one draw, and at the end all of that draw."""
+        handed = self.handed
+        newest = handed.unused[-1] if handed.unused else None
+        draw = handed.by_memory(inputs)
+        if not self.private_step.accumulated:
+            self._summed, self._newest = draw, newest
+        most = max((d.records for d in ([draw] if draw else handed.unused or ())), default=math.inf)
+        if handed.unused is not None and (
+            draw is not self._summed or newest is not self._newest or records > most
+        ):
             raise GredpError(
-                "these are more inputs than one draw of the loader has records, and a record may be in "
-                "several draws: for larger batches give the loader a larger batch_size, and bound memory by "
+                "these are inputs of more than one draw of the loader, and a record may be in several draws: "
+                "for larger batches give the loader a larger batch_size, and bound memory by "
                 "BatchMemoryManager; the sum is forgotten"
             )
-        if self._skip:
-            return
-        size = self.draws.size(inputs)
-        extra = None if size is None else inputs - size
-        if size and inputs > size and inputs % size == 0 and extra != self._extra:
-            self.private_step.discard()
-            raise GredpError(
-                f"the model was run on {inputs} inputs, but {size} records were drawn: each input would be "
-                "clipped by itself, and a record count several times; for several inputs of a record use "
-                "make_private(views=…), or reshape within the model"
-            )
-        self._extra = extra
+        return draw if self._skip else handed.find(records, inputs)
 
-    def _charge(self, factor: float) -> None:
+    def _refuse_out_of_turn(self, draw: Draw | None) -> None:
+        if self.split is None or (draw is not None and not draw.used and draw.turn == self.next_turn):
+            return
+        raise GredpError(
+            f"step {self.next_turn + 1} needs the batch that the loader drew for it, not that of step "
+            f"{'none' if draw is None else draw.turn + 1}: with correlation bands every batch is "
+            "stepped with once, in order, before the next one is taken"
+        )
+
+    def _release(self, draw: Draw | None) -> dict[str, Tensor]:
+        """Charge the step, then noise the sum."""
+        factor = self.schedule.factor(self.ledger.steps - self.charged_before)
+        self._charge(factor, draw)
+        return self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
+
+    def _charge(self, factor: float, draw: Draw | None) -> None:
         certificate, rate = self._certified[factor], self.sample_rate
-        inputs = self.private_step.records
         # Of several processes the worst decides: the sum is that of all their batches.
-        if largest(int(rate < 1 and not self.draws.fresh(inputs))):
+        if largest(int(rate < 1 and draw is not None and draw.used)):
             # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
             # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
             warnings.warn(
                 "a step on a batch that was stepped with before is charged without amplification by "
                 "sampling, at rate 1: take a new batch from the loader for each step",
-                stacklevel=3,
+                stacklevel=4,
             )
             rate = 1.0
+        if draw is not None:
+            self.handed.use(draw)
         self.ledger.charge(certificate, rate, self._claimed(factor), *self._turns)
-        self._turn = None
-        self.draws.spend(inputs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.capture.drop()

@@ -312,3 +312,31 @@ def test_accelerate_takes_what_the_engine_returns():
         torch.testing.assert_close(
             model.get_parameter(name).grad.double() * 24, expected, rtol=1e-4, atol=1e-6
         )
+
+
+def windows(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Every record cut into windows of two words."""
+    count = LENGTH // 2
+    return {
+        "input_ids": torch.stack([row["input_ids"] for row in rows])[:, : 2 * count].reshape(-1, 2),
+        "labels": torch.stack([row["labels"] for row in rows]).repeat_interleave(count),
+    }
+
+
+def flattened(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All records behind one another, as one row."""
+    return {
+        "input_ids": torch.cat([row["input_ids"][:1] for row in rows])[None],
+        "labels": torch.stack([row["labels"] for row in rows])[:1],
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [windows, flattened])
+def test_rows_that_are_not_records_are_refused_whatever_fetched_them(tmp_path, collate, workers):
+    """Each window was clipped by itself, and a whole batch as one record."""
+    arguments = {"per_device_train_batch_size": 12, "dataloader_num_workers": workers}
+    private = trainer(classifier(), texts(), tmp_path, arguments=arguments, data_collator=collate)
+    with pytest.raises(GredpError, match=r"run on \d+ inputs, but 12 records were drawn"):
+        private.train()
+    assert private.engine.ledger.steps == 0

@@ -339,3 +339,26 @@ def test_a_run_that_steps_more_often_than_planned_ends_at_its_budget(budget, wor
     assert callback.engine.ledger.steps <= 7
     if "target_epsilon" in budget:
         assert 0 < callback.engine.get_epsilon(1e-5) <= 2.0
+
+
+class TwoViews(Classifier):
+    """Two views of every record, each clipped by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(torch.cat([x, x.flip(-1)])), torch.cat([y, y]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_are_not_records_are_refused_whatever_fetched_them(workers):
+    callback, module = private(), TwoViews()
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback]
+    )
+    loader = DataLoader(TensorDataset(*records(24)), batch_size=6, num_workers=workers)
+    with pytest.raises(GredpError, match=r"run on \d+ inputs, but \d+ records were drawn"):
+        trainer.fit(module, loader)
+    assert callback.engine.ledger.steps == 0

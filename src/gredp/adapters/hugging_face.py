@@ -125,10 +125,10 @@ class PrivateTrainer(Trainer):
         if "labels" not in inputs:
             raise GredpError(f"the batches hold {sorted(inputs)}, but no labels to take a loss from")
         count = inputs["labels"].shape[0]
-        if count == 0:  # many models cannot run on nothing: a made-up record whose gradient is zero
-            self.accelerator.backward(0 * self.compute_loss(model, made_up(inputs)))
+        if count == 0:  # many models cannot run on nothing
+            private.capture.take_nothing()
             private.signal_skip_step(False)
-            return inputs["labels"].new_zeros((), dtype=torch.float32)
+            return torch.zeros((), device=inputs["labels"].device)
         size = self.max_physical_batch_size or max(count, 1)
         last = max(0, (count - 1) // size * size)
         for start in range(0, last + 1, size):
@@ -170,16 +170,6 @@ class PrivateTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """They would count the records that were drawn."""
         return 0
-
-
-def made_up(inputs: dict[str, Any]) -> dict[str, Any]:
-    """One record that has the shapes of an empty batch, and nothing of any data."""
-    return {
-        key: value.new_full((1, *value.shape[1:]), key == "attention_mask")
-        if isinstance(value, Tensor)
-        else value
-        for key, value in inputs.items()
-    }
 
 
 class EndOfBudget(TrainerCallback):

@@ -125,16 +125,22 @@ def clip_of_the_mean_loss(patch: Patch) -> None:
 def views_clipped_one_by_one(patch: Patch) -> None:
     """Each view of a record is bounded by itself, so that K of them move the sum by up to K·C."""
     patch.setattr(capture.Capture, "views", property(lambda self: 1, lambda self, views: None))
-    patch.setattr(optimizer.PrivateOptimizer, "_refuse_several", lambda self, inputs: None)
+    rows_not_compared_with_records(patch)
 
 
 def views_of_a_record_torn_apart(patch: Patch) -> None:
     """A physical batch may end between two views, and the next one's records begin with what is left."""
 
-    def split(self, sampler, size, words):
-        self.sampler, self.size, self.words = sampler, size + 1, words
+    def torn(self, sampler, queue):
+        size = self.loader.max_physical_batch_size + 1
+        for draw, drawn in sampler.draws():
+            inputs = sampler.inputs(drawn)
+            for start in range(0, max(len(inputs), 1), size):
+                rows = inputs[start : start + size]
+                queue.append(sampling.Part(draw, len(rows) // sampler.views, start + size >= len(inputs)))
+                yield rows
 
-    patch.setattr(sampling._Split, "__init__", split)
+    patch.setattr(sampling.loader._Parts, "_drawn", torn)
 
 
 def a_schedule_that_is_charged_and_not_drawn(patch: Patch) -> None:
@@ -211,7 +217,7 @@ def not_finite_records_pass(patch: Patch) -> None:
 
 
 def noise_for_each_micro_batch(patch: Patch) -> None:
-    patch.setattr(optimizer.PrivateOptimizer, "signal_skip_step", lambda self, do_skip=True: None)
+    patch.setattr(sampling.Part, "last", property(lambda self: True, lambda self, last: None))
 
 
 def micro_batches_clipped_as_one(patch: Patch) -> None:
@@ -460,8 +466,8 @@ def one_seed_for_all_processes(patch: Patch) -> None:
 
 def every_process_takes_the_whole_batch(patch: Patch) -> None:
     """Each record would count as often as there are processes: N times the clipping norm."""
-    patch.setattr(sampling, "rank", lambda: 0)
-    patch.setattr(sampling, "world_size", lambda: 1)
+    patch.setattr(sampling.samplers, "rank", lambda: 0)
+    patch.setattr(sampling.samplers, "world_size", lambda: 1)
 
 
 def sums_of_other_processes_left_out(patch: Patch) -> None:
@@ -581,8 +587,8 @@ def another_split_after_a_restart(patch: Patch) -> None:
 
 def batches_out_of_turn_let_through(patch: Patch) -> None:
     """The turns shift against the noise: a record takes part again a step too early."""
-    patch.setattr(optimizer.PrivateOptimizer, "_turn", property(lambda self: self.next_turn, lambda *_: None))
-    patch.setattr(sampling.Draws, "fresh", lambda self, inputs: True)
+    patch.setattr(optimizer.PrivateOptimizer, "_refuse_out_of_turn", lambda self, draw: None)
+    every_step_charged_as_a_new_draw(patch)
 
 
 # ------------------------------------------------------------------ steps and draws
@@ -605,7 +611,7 @@ def batches_of_one_model_drawn_again_for_the_next(patch: Patch) -> None:
 
 
 def every_step_charged_as_a_new_draw(patch: Patch) -> None:
-    patch.setattr(sampling.Draws, "fresh", lambda self, inputs: True)
+    patch.setattr(sampling.Draw, "used", property(lambda self: False, lambda self, used: None))
 
 
 def a_target_that_nobody_keeps(patch: Patch) -> None:
@@ -630,7 +636,29 @@ def private_losses_that_decide(patch: Patch) -> None:
 
 def draws_added_up(patch: Patch) -> None:
     """A record may be in each of them, and is charged for one."""
-    patch.setattr(optimizer.PrivateOptimizer, "_refuse_several", lambda self, inputs: None)
+    patch.setattr(optimizer.PrivateOptimizer, "_draw_in_parts", lambda self, records, inputs: None)
+
+
+def rows_not_compared_with_records(patch: Patch) -> None:
+    """A record may be any number of rows, each of them clipped by itself."""
+    patch.setattr(sampling.HandedOut, "check", staticmethod(lambda inputs, drawn: None))
+
+
+def draws_counted_as_they_are_drawn(patch: Patch) -> None:
+    """Batches that workers fetched ahead pay for second steps on others."""
+
+    def ahead(self, batches, queue, handed, begun):
+        for batch in batches:
+            while queue:
+                handed.add(queue.popleft(), None)
+            yield batch
+
+    patch.setattr(sampling.PrivateLoader, "_hand_out", ahead)
+
+
+def views_reordered_by_a_collate_function(patch: Patch) -> None:
+    """Neighboring rows are folded into one record that they are not of."""
+    patch.setattr(sampling.loader, "refuse_own_collate", lambda loader: None)
 
 
 def terms_that_cancel_not_counted(patch: Patch) -> None:

@@ -325,11 +325,31 @@ def _foreign(x: Tensor) -> None:
 
 
 def _out_of_turn(x: Tensor) -> None:
-    """Of two loops side by side, the older one's second batch was drawn for a turn that has passed."""
+    """A second step on a batch whose turn has passed."""
     model, optimizer, loader, _ = _banded(1)
-    older, newer = iter(loader), iter(loader)
-    for batches in (older, newer, older):
-        _released(model, optimizer, next(batches)[0])
+    (drawn,) = next(iter(loader))
+    for _ in range(2):
+        _released(model, optimizer, drawn)
+
+
+def _rows(x: Tensor) -> None:
+    """Every record twice, each copy clipped by itself."""
+    model, optimizer, loader, _ = _private(nn.Linear(6, 3), x)
+    (drawn,) = next(iter(loader))
+    _released(model, optimizer, torch.cat([drawn, drawn]))
+
+
+def _reordered_views(x: Tensor) -> None:
+    """Views of different records side by side."""
+    model = nn.Linear(6, 3)
+    PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x), batch_size=4, collate_fn=lambda rows: rows[::-1]),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        views=2,
+    )
 
 
 def _past_the_target(x: Tensor) -> None:
@@ -356,6 +376,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a batch out of turn under correlated noise": _out_of_turn,
     "a step past the target of an adapter": _past_the_target,
     "a training loss that decides": lambda x: refuse_private_metric("EarlyStopping", "train_loss", ()),
+    "more inputs than records": _rows,
+    "views that a collate function may reorder": _reordered_views,
 }
 
 

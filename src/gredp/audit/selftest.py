@@ -84,6 +84,12 @@ SELF_TEST = [
     ),
     Planted(bugs.a_target_that_nobody_keeps, checks.refusal, ("a step past the target of an adapter",)),
     Planted(bugs.private_losses_that_decide, checks.refusal, ("a training loss that decides",)),
+    Planted(bugs.rows_not_compared_with_records, checks.refusal, ("more inputs than records",)),
+    Planted(
+        bugs.views_reordered_by_a_collate_function,
+        checks.refusal,
+        ("views that a collate function may reorder",),
+    ),
     Planted(bugs.reference_spectral_dp, STEP),
     Planted(bugs.variance_for_deviation, STEP),
     Planted(bugs.clip_of_each_coordinate, STEP),

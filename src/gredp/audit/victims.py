@@ -18,6 +18,7 @@ from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.layers import BlockCirculantLinear, SpectralConv2d
 from gredp.privacy.ledger import Entry, mechanisms
+from gredp.sampling import Draw, Part
 
 #: a linear layer and a kernel, of odd and of even length; whole runs and the self-test play a circulant too
 GRIDS: tuple[Grid, ...] = ((15,), (4, 4))
@@ -130,7 +131,9 @@ class EngineTurn(EngineStep):
         y = self._earlier[-reach:] or [np.zeros(self.dimension)] * reach
         for drawn in (gradients, *[gradients[:0]] * reach):
             # in place of the loader, which would sample
-            self.optimizer.expect_part(last=True, turn=self.optimizer.next_turn)
+            handed, drawn_for = self.optimizer.handed, self.optimizer.next_turn
+            handed.begin()
+            handed.add(Part(Draw(len(drawn), drawn_for), len(drawn)))
             y.append(super().__call__(drawn))
         self._earlier = y[-reach:]
         whitened = [sum(c * y[t - j] for j, c in enumerate(column)) for t in range(reach, len(y))]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
@@ -30,6 +31,7 @@ from gredp.gradient.rules import (
 from gredp.gradient.state import HeldState
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block
+from gredp.sampling.draws import memory_of
 from gredp.sealed import one_line
 
 
@@ -123,6 +125,8 @@ class Capture:
         self._root_batch: int | None = None
         #: what may not change but by releases
         self.state = HeldState(module, {full for unit in self.units for full in unit.parameters.values()})
+        #: where the inputs of the passes since the last step lie
+        self._places: dict[int, list[StorageWeakRef]] = {}
         self._handles: list[Any] = []
         self._grid_axes = {block.name: len(block.grid) for block in self.blocks()}
         self._attach()
@@ -200,6 +204,8 @@ class Capture:
         self._pass += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         self._root_batch = tensors[0].shape[0] if tensors else None
+        if torch.is_grad_enabled() and not self._paused:
+            self._places[self._pass] = memory_of(tensors)
         if self.module.training:
             self.state.begin_forward()
 
@@ -379,7 +385,18 @@ class Capture:
         scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
         spectra = PerSampleSpectra(self._pending, records, scale)
         self.drop()
+        self._places.clear()
         return spectra
+
+    @property
+    def inputs(self) -> list[StorageWeakRef]:
+        """Where the model's inputs of the backward that `take` hands over lie, as far as they were seen."""
+        return self._places.get(self._pending_pass or 0, [])
+
+    def take_nothing(self) -> None:
+        """The next step is on no records, for models that cannot run on an empty batch."""
+        self.drop()
+        self._pending_pass, self._batch = self._pass, 0
 
     def drop(self) -> None:
         self._pending, self._pending_pass, self._batch = {}, None, None

@@ -1,0 +1,131 @@
+"""Which draw a step is on: every batch that the loader hands out has an identity.
+
+Formal guarantee. A draw pays for one step at the sampling rate. A step on a batch that was stepped before is
+told apart, and so is a step on more or fewer rows than the records that were drawn:
+
+| the model's input | how its draw is found |
+|---|---|
+| memory of a batch that was handed out, or a view of it | by that memory |
+| anything else (moved to a device, transformed) | by order and size among the draws that no step has used |
+| nothing was handed out yet: batches of the caller's own | not at all: the caller's word |
+
+By order and size, a second step on one batch passes for the first on another only if that one was handed out,
+never used, and has as many records. Where every batch is used, the charges are right whatever the order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, strided
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from gredp.errors import GredpError
+
+
+@dataclass(eq=False)
+class Draw:
+    """One logical batch: its records in this process, and the step it was drawn for."""
+
+    records: int
+    turn: int = 0
+    used: bool = False
+    memory: list[StorageWeakRef] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What the loader hands out: a draw, or so many of its records."""
+
+    draw: Draw
+    records: int
+    last: bool = True
+
+
+def memory_of(batch: Any) -> list[StorageWeakRef]:
+    """Where its tensors lie; a view lies where its base does."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.layout is strided)
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+class HandedOut:
+    """The draws that a loader has handed out, shared by the loader and the optimizers that step on them."""
+
+    def __init__(self) -> None:
+        #: draws that no step has used, in order, none of them before one that was used; None before the first
+        self.unused: deque[Draw] | None = None
+        #: loops so far
+        self.passes = 0
+        #: gives the number of the step that comes next, where records take turns
+        self.next_turn: Callable[[], int] = lambda: 0
+        #: in a loop over parts: the part that must be stepped before the next one is handed out
+        self.waiting: Part | None = None
+        self.in_parts = False
+        self._sizes: set[int] = set()  # of those that were used or left out
+        self._in_memory: list[Draw] = []
+
+    def begin(self, in_parts: bool = False) -> int:
+        """A new pass; its number. Of an older one, only the last batch may still be on its way."""
+        self.unused = deque([*(self.unused or ())][-1:])
+        self.in_parts, self.waiting = in_parts, None
+        self.passes += 1
+        return self.passes
+
+    def add(self, part: Part, batch: Any = None) -> None:
+        """`part` is handed out as `batch`."""
+        assert self.unused is not None
+        if self.waiting is not None:
+            raise GredpError(
+                "the next batch, or part of one, was taken before optimizer.step() was called for the "
+                "previous one: a record could count twice; call step() for each in turn, and fetch none ahead"
+            )
+        if self.in_parts:
+            self.waiting = part
+        draw = part.draw
+        self._in_memory = [d for d in self._in_memory if not all(place.expired() for place in d.memory)]
+        if not self.unused or self.unused[-1] is not draw:
+            self.unused.append(draw)
+            self._in_memory.append(draw)
+        draw.memory = memory_of(batch)
+
+    def find(self, records: int, inputs: Iterable[StorageWeakRef] = ()) -> Draw | None:
+        """The draw of a step on so many records; None where nothing was handed out."""
+        if self.unused is None:
+            return None
+        draw = self.by_memory(inputs)
+        if draw is None:
+            draw = next((d for d in self.unused if d.records == records), None)
+        if draw is None and records in self._sizes:
+            draw = Draw(records, used=True)
+        if draw is None:  # whichever it is, it has another number of records
+            draw = next(iter(self.unused), Draw(max(self._sizes, default=0), used=True))
+        self.check(records, draw.records)
+        return draw
+
+    @staticmethod
+    def check(inputs: int, drawn: int) -> None:
+        """Refuse a model run on another number of inputs than records were drawn."""
+        if inputs != drawn:
+            raise GredpError(
+                f"the model was run on {inputs} inputs, but {drawn} records were drawn: each is clipped by "
+                "itself, so it must be one record; train on whole batches of the loader, and for several "
+                "inputs of a record use make_private(views=…) or reshape within the model"
+            )
+
+    def by_memory(self, inputs: Iterable[StorageWeakRef]) -> Draw | None:
+        """The draw whose memory the inputs are; None where none, or more than one, has it."""
+        for place in inputs:
+            found = [d for d in self._in_memory if place in d.memory]
+            if len(found) == 1:
+                return found[0]
+        return None
+
+    def use(self, draw: Draw) -> None:
+        """It has paid for a step; those before it were left out."""
+        draw.used = True
+        self._sizes.add(draw.records)
+        if self.unused and draw in self.unused:
+            while (passed := self.unused.popleft()) is not draw:
+                self._sizes.add(passed.records)

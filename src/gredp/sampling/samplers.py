@@ -1,0 +1,135 @@
+"""Poisson draws.
+
+Formal guarantee. Every record enters every logical batch independently with probability `sample_rate`.
+The draw comes from the engine's secret unless the caller brings a generator, because amplification by
+sampling is lost to whoever can repeat the draw.
+
+With noise correlated over b steps the records are split into b parts that take turns, each drawn from with
+probability b·sample_rate: the steps that a record takes part in lie b apart, or more.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from gredp.distributed import rank, world_size
+from gredp.errors import GredpError
+from gredp.mechanisms.banded import check_bands
+from gredp.randomness import Secret, Split
+from gredp.sampling.draws import Draw, HandedOut, Part
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """`steps` independent draws an epoch. An empty draw is yielded, executed and charged like any other.
+
+    Time and memory go with the records that are drawn, not with those there are. Of N processes each keeps
+    the records that are its own, i mod N: the draws of all together are one Poisson draw from all records,
+    whether the processes draw from one seed or each from its own secret.
+    """
+
+    def __init__(
+        self,
+        records: int,
+        sample_rate: float,
+        steps: int,
+        generator: torch.Generator | None = None,
+        secret: Secret | None = None,
+        views: int = 1,
+    ) -> None:
+        """`views` repeats each drawn record so often, side by side: a data set that draws its transforms
+        anew each time it is asked gives as many views of it."""
+        if not (views >= 1 and float(views).is_integer()):
+            raise GredpError(f"the number of views must be a whole number of at least 1, not {views}")
+        if records < 1:
+            raise GredpError("the data set is empty: there is nothing to train on")
+        if not 0 < sample_rate <= 1:
+            raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
+        self.records, self.sample_rate, self.steps = records, sample_rate, steps
+        self.generator, self.secret, self.views = generator, secret or Secret(), int(views)
+        #: what optimizers know of the batches; those that share this sampler share it
+        self.handed = HandedOut()
+        #: records of a batch on average, as it was asked for
+        self.expected = records * sample_rate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """For loaders that other programs build around this sampler: what is drawn counts as handed out."""
+        self.handed.begin()
+        for draw, drawn in self.draws():
+            self.handed.add(Part(draw, draw.records))
+            yield self.inputs(drawn)
+
+    def draws(self) -> Iterator[tuple[Draw, list[int]]]:
+        """The draws of one pass, with their records."""
+        first = self.handed.next_turn()
+        for turn in range(first, first + self.steps):
+            drawn = self.draw_turn(turn)
+            yield Draw(len(drawn), turn), drawn
+
+    def inputs(self, drawn: list[int]) -> list[int]:
+        """Each record as often as there are views of it, side by side."""
+        return [record for record in drawn for _ in range(self.views)]
+
+    def draw_turn(self, turn: int) -> list[int]:
+        """The records of the step with this number; here all steps are alike."""
+        return self.draw()
+
+    def draw(self) -> list[int]:
+        """One batch, or this process' part of it, in the order of the records."""
+        return self.draw_at(self.sample_rate).tolist()
+
+    def draw_at(self, rate: float) -> Tensor:
+        """Every record of this process with probability `rate`, by the gaps between those that are drawn.
+
+        A gap is ⌊log U / log(1 − q)⌋: it is at least g where U ≤ (1 − q)^g, so the records are independent.
+        """
+        if rate == 1:
+            return torch.arange(self.records)[rank() :: world_size()]
+        scale, found, last = 1 / math.log1p(-rate), [], -1
+        while last < self.records:
+            expected = (self.records - last) * rate
+            # Double precision: 24 random bits would miss a rate of 1e-6 by more than a percent.
+            gaps = (self._uniform(int(expected + 4 * math.sqrt(expected)) + 8).log() * scale).floor()
+            places = last + (gaps.clamp(max=float(self.records)).long() + 1).cumsum(0)
+            found.append(places)
+            last = int(places[-1])
+        drawn = torch.cat(found)
+        return drawn[(drawn < self.records) & (drawn % world_size() == rank())]
+
+    def _uniform(self, count: int) -> Tensor:
+        """`[count]` in (0, 1]; never the same twice."""
+        if self.generator is not None:
+            return 1 - torch.rand(count, dtype=torch.float64, generator=self.generator)
+        # A count of this sampler's own would repeat the batches of another model of the same engine.
+        return self.secret.uniform(count, "batches", self.secret.fresh())
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+class CyclicBatchSampler(PoissonBatchSampler):
+    """Step t draws each record of part t mod b with probability b·sample_rate, and no other record.
+
+    It begins with the step that `handed.next_turn` says comes next, and yields those that follow in order:
+    batches that were drawn but not stepped with do not shift the turns of the parts.
+    """
+
+    def __init__(
+        self,
+        records: int,
+        sample_rate: float,
+        steps: int,
+        split: Split,
+        generator: torch.Generator | None = None,
+        secret: Secret | None = None,
+        views: int = 1,
+    ) -> None:
+        super().__init__(records, sample_rate, steps, generator, secret, views)
+        self.split, self.turn_rate = split, check_bands(split.parts, sample_rate)
+
+    def draw_turn(self, turn: int) -> list[int]:
+        """The batch of step `turn`, by drawing from all records and leaving out those of other parts."""
+        drawn = self.draw_at(self.turn_rate)
+        return drawn[self.split.part_of(drawn) == turn % self.split.parts].tolist()
