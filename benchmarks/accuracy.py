@@ -135,7 +135,7 @@ def main() -> None:
     settings = tyro.cli(Settings)
     places = {} if settings.pretrained is None else {"pretrained": settings.pretrained}
     with Bar() as watch:
-        run_jobs(jobs(settings), OUT, Path(settings.runs), settings.workers, places, watch)
+        run_jobs(jobs(settings), OUT, Path(settings.runs), settings.workers, places, watch, timed=True)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def final(key: tuple[str, float], records: list[dict[str, Any]]) -> tuple[str, .
     if not records:
         return (*known, "not run yet", "–", "–")
     spent = max(float(record["guarantee"]["proven_epsilon"]) for record in records)
-    minutes = statistics.mean(record["seconds"] for record in records) / 60
+    minutes = statistics.mean(record.get("seconds", 0.0) for record in records) / 60
     accuracy = mean([record["test_accuracy"] for record in records])
     return (*known, accuracy, f"{round_up(spent, 3)}", f"{minutes:.0f}")
 

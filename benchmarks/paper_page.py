@@ -418,7 +418,7 @@ def page() -> str:
         ),
         theorems=theorems(),
         missing=missing(),
-        hours=sum(record["seconds"] for record in records) / 3600,
+        hours=sum(record.get("seconds", 0.0) for record in records) / 3600,
         runs=len(records),
         held=TUNING["lenet5"].held_out,
         steps=steps(),

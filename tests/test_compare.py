@@ -10,16 +10,49 @@ from scipy import stats
 from gredp import GredpError
 from gredp.cli import main
 from gredp.compare import LEVEL, CompareSettings, Trial, summary
+from gredp.privacy.accountant import epsilon, round_up
+from gredp.privacy.calibrate import calibrate
+from gredp.privacy.ledger import Entry
 from gredp.sealed import write_document
 from gredp.training.arguments import named, resolved
 from gredp.training.jobs import run_jobs
 from gredp.training.settings import TrainSettings
 
+GUARANTEE = {"proven_epsilon": 2.0, "delta": 1e-5, "accountant": "rdp"}
 
-def records(values):
-    return [
-        {"test_accuracy": v, "seconds": 1.0, "guarantee": {"proven_epsilon": 2.0}} for v in np.asarray(values)
-    ]
+
+def records(values, **more):
+    return [{"test_accuracy": v, "guarantee": GUARANTEE, **more} for v in np.asarray(values)]
+
+
+def test_the_epsilon_of_each_run_stands_beside_what_all_compose_to(tmp_path, capsys, monkeypatch):
+    """Four runs at 2.0, as a user may make them: together they cost 3.29."""
+    z = calibrate(2.0, 1e-5, 256 / 60000, 1000, "pld")
+    spent = {"noise_multiplier": z, "sample_rate": 256 / 60000, "steps": 1000}
+    guarantee = {"proven_epsilon": epsilon([Entry(**spent)], 1e-5), "delta": 1e-5, "accountant": "pld"}
+    found = {
+        name: records([0.8, 0.9], ledger=[spent], guarantee=guarantee, seconds=1.0)
+        for name in ("dpsgd", "gredp")
+    }
+    monkeypatch.setattr("gredp.compare.run_jobs", lambda *_: None)
+    monkeypatch.setattr("gredp.compare._records", lambda out, trials, method: found[method])
+    words = ["compare", "--methods", "dpsgd", "gredp", "--out", str(tmp_path)]
+    main(words)
+    said = " ".join(capsys.readouterr().out.split())
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    two, four = (epsilon([Entry(**spent)] * runs, 1e-5) for runs in (2, 4))
+    assert 1.99 < record["methods"]["dpsgd"]["proven_epsilon"] <= 2.0
+    assert record["methods"]["dpsgd"]["composed_epsilon"] == two
+    assert record["composed_epsilon"] == four > two > 2
+    assert (record["proven_epsilon_holds_for"], record["runs"]) == ("each run alone", 4)
+    assert "proven ε, each run" in said
+    line = f"ε holds for each run alone; all 4 on the same records: {round_up(four, 3)} at δ = 1e-05"
+    assert line in said
+    assert line in (tmp_path / "comparison.svg").read_text()
+    assert "seconds" not in json.dumps(record)
+    found["gredp"] = records([0.8, 0.9])  # of a version that kept no ledger
+    main(words)
+    assert "all 4 on the same records: not known" in " ".join(capsys.readouterr().out.split())
 
 
 def test_intervals_and_differences_are_those_of_the_textbook():

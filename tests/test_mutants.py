@@ -30,6 +30,7 @@ import test_ranks
 import test_rounding
 import test_runs
 import test_schedule
+import test_times
 import test_turns
 import test_views
 
@@ -104,6 +105,10 @@ MUTANTS = [
         test_budget.test_a_metric_decides_only_if_no_record_changes_it_or_it_is_declared_public,
     ),
     Mutant(bugs.draws_added_up, test_draws.test_batches_of_the_loader_are_not_added_up),
+    Mutant(
+        bugs.files_that_keep_their_times,
+        in_a_new_folder(test_times.test_nothing_that_a_run_leaves_tells_how_long_it_took),
+    ),
     Mutant(
         bugs.terms_that_cancel_not_counted,
         test_rounding.test_terms_that_cancel_take_nothing_from_other_records,

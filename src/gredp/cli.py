@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -25,6 +25,9 @@ from gredp.training.arguments import named, resolved
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 from gredp.training.signals import Stopped, handled_by, stop_now
 from gredp.training.tune import TuneSettings
+
+if TYPE_CHECKING:
+    from gredp.training.loop import Run
 
 
 @dataclass(frozen=True)
@@ -126,25 +129,28 @@ def run_train(settings: TrainSettings) -> None:
             return
         result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
         result |= {settings.judged_by: run.record[settings.judged_by], "run": str(run.folder)}
-        _try_report(run.folder)
+        _try_report(run)
         print(dumps(result))
         return
     with Bar() as progress:
         run = train(settings, progress)
     if run.record:
-        show_run(run, _try_report(run.folder))
+        show_run(run, _try_report(run))
 
 
-def _try_report(folder: Path) -> Path | None:
+def _try_report(run: "Run") -> Path | None:
     """The run is done and its ε spent: a page that cannot be written is no reason to fail."""
     from gredp.report.command import write_report
+    from gredp.training.record import undate
 
     try:
-        return write_report([folder])
+        return write_report([run.folder])
     except Exception as error:
-        again = f"gredp report {shlex.quote(str(folder))}"
+        again = f"gredp report {shlex.quote(str(run.folder))}"
         warnings.warn(f"no report was written ({one_line(error)}): try {again}", stacklevel=2)
         return None
+    finally:
+        undate(run.folder, run.record["created"])
 
 
 def run_tune(settings: TuneSettings) -> None:

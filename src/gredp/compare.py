@@ -3,6 +3,9 @@
 Each method is trained `seeds` times, with another initialisation, other batches and other noise. Intervals
 are those of Student's t for the mean over such runs; differences are Welch's, their p-values corrected by
 Holm for the number of pairs. All runs see the same test set: what another one would say is not covered.
+
+The proven ε of a run holds for that run alone. A mean over several is a release of all of them, and so is the
+comparison of all runs: what they compose to, by the accountant from their ledgers, stands beside it.
 """
 
 import os
@@ -15,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from gredp.errors import GredpError
-from gredp.privacy.accountant import round_up
+from gredp.privacy.accountant import epsilon, round_up
+from gredp.privacy.ledger import Ledger
 from gredp.training.jobs import JUDGED_BY, Bar, command, read_record, run_jobs
-from gredp.training.record import dumps, header, save
+from gredp.training.record import dumps, header, save, undate
 from gredp.training.settings import OF_ONE_START, TrainSettings
 
 Name = Literal["plain", "dpsgd", "spectral-dp", "gredp", "shaped"]
@@ -97,7 +101,7 @@ class Trial:
 
 def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
     """`named` are the settings that were said: the runs take the others from their recipe or table."""
-    told = settings.told(named)
+    told, head = settings.told(named), header()
     settings.check()
     out = Path(settings.out or "comparison")
     trials = [
@@ -110,8 +114,9 @@ def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
     with Bar() as watch:
         run_jobs(trials, out, out / "runs", workers, {}, watch)
     result = summary({name: _records(out, trials, name) for name in settings.methods})
-    save(out / "comparison.json", header() | {"settings": told} | result)
+    save(out / "comparison.json", head | {"settings": told} | result)
     draw(result, out / "comparison.svg")
+    undate(out, head["created"])
     if settings.json:
         print(dumps(result | {"record": str(out / "comparison.json")}))
     else:
@@ -142,13 +147,13 @@ def summary(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     methods = {}
     for name, values in accuracies.items():
         half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-        epsilons = [float(record["guarantee"]["proven_epsilon"]) for record in records[name]]
+        found = records[name]
         methods[name] = {
             "accuracies": values.tolist(),
             "mean": float(values.mean()),
             "interval": [float(values.mean() - half), float(values.mean() + half)],
-            "proven_epsilon": max(epsilons),
-            "seconds": float(np.median([record["seconds"] for record in records[name]])),
+            "proven_epsilon": max(float(record["guarantee"]["proven_epsilon"]) for record in found),
+            "composed_epsilon": composed(found),
         }
     pairs = [_difference(a, accuracies[a], b, accuracies[b]) for a, b in combinations(accuracies, 2)]
     for rank, pair in enumerate(sorted(pairs, key=lambda pair: pair["p"])):
@@ -156,7 +161,25 @@ def summary(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         pair["corrected_p"] = min(1.0, max(before, (len(pairs) - rank) * pair["p"]))
     for pair in pairs:
         pair["significant"] = pair["corrected_p"] < LEVEL
-    return {"methods": methods, "differences": pairs, "level": LEVEL}
+    every = [record for found in records.values() for record in found]
+    return {
+        "methods": methods,
+        "differences": pairs,
+        "level": LEVEL,
+        "proven_epsilon_holds_for": "each run alone",
+        "runs": len(every),
+        "composed_epsilon": composed(every),
+        "delta": every[0]["guarantee"]["delta"],
+    }
+
+
+def composed(records: Sequence[dict[str, Any]]) -> float | None:
+    """The proven ε of all these runs together, on the same records; None where one has no ledger on file."""
+    if not all("ledger" in record for record in records):
+        return None
+    spent = Ledger.from_json([row for record in records for row in record["ledger"]])
+    said = records[0]["guarantee"]
+    return epsilon(spent.entries, said["delta"], said["accountant"])
 
 
 def _difference(name: str, a: np.ndarray, other: str, b: np.ndarray) -> dict[str, Any]:
@@ -187,12 +210,13 @@ def _show(result: dict[str, Any], out: Path) -> None:
             name,
             f"{100 * found['mean']:.2f}",
             percent(*found["interval"]),
-            "∞" if np.isinf(found["proven_epsilon"]) else f"{round_up(found['proven_epsilon'], 3)}",
-            f"{found['seconds']:.1f}",
+            shown(found["proven_epsilon"]),
+            shown(found["composed_epsilon"]),
         )
         for name, found in result["methods"].items()
     ]
-    table("accuracy, %", rows, ("method", "mean", "95 % interval", "proven ε", "seconds"))
+    header = ("method", "mean", "95 % interval", "proven ε, each run", "its runs together")
+    table("accuracy, %", rows, header)
     pairs = [
         (
             " − ".join(pair["pair"]),
@@ -205,7 +229,18 @@ def _show(result: dict[str, Any], out: Path) -> None:
     ]
     if pairs:
         table("differences, points", pairs, ("pair", "difference", "95 % interval", "p (Holm)", "verdict"))
+    print(f"{together(result)}.")
     print(f"record: {out / 'comparison.json'}\nfigure: {out / 'comparison.svg'}")
+
+
+def shown(value: float | None) -> str:
+    return "not known" if value is None else "∞" if np.isinf(value) else f"{round_up(value, 3)}"
+
+
+def together(result: dict[str, Any]) -> str:
+    """What a comparison has cost: each run's ε says nothing of the others."""
+    found = f"{shown(result['composed_epsilon'])} at δ = {result['delta']:g}"
+    return f"ε holds for each run alone; all {result['runs']} on the same records: {found}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -220,6 +255,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             error = [[100 * (found["mean"] - low)], [100 * (high - found["mean"])]]
             axes.errorbar(100 * found["mean"], place + 0.15, xerr=error, fmt="k|", capsize=3)
         axes.set_yticks(range(len(result["methods"])), list(result["methods"]))
-        axes.set(xlabel="accuracy, % (dots: runs; bars: 95 % interval of the mean)")
+        what = "accuracy, % (dots: runs; bars: 95 % interval of the mean)"
+        axes.set(xlabel=f"{what}\n{together(result)}")
         axes.invert_yaxis()
         save_figure(figure, path)

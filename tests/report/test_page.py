@@ -211,6 +211,11 @@ def test_several_runs_stand_side_by_side(runs, capsys):
     assert "Privacy report of 3 runs" in page.words
     for folder in folders:
         assert f"{round_up(spent(folder).proven_epsilon):.4f}" in page.words
+    every = [entry for folder in folders for entry in spent(folder).written.entries]
+    assert (
+        f"on the same records at most ε = {round_up(epsilon(every, 1e-5, 'rdp')):.4f} at δ = 1e-5"
+        in page.words
+    )
     assert "seeded (INSECURE)" in page.words
     assert sum("paper: " in (picture["aria-label"] or "") for picture in page.all("svg")) == 8
 

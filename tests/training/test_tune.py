@@ -99,7 +99,7 @@ def test_a_place_that_cannot_be_made_is_found_before_the_first_trial(tmp_path, c
 
 def test_the_record_says_that_a_held_out_test_is_not_covered():
     record = {"guarantee": {}, "settings": {}, "selection": "x"}
-    record |= dict.fromkeys(("ledger", "starts", "steps_lost", "metrics", "seconds"))
+    record |= dict.fromkeys(("ledger", "starts", "steps_lost", "metrics"))
     best = module.Trial(1.0, {"lr": 0.1}, Run(Path(), record))
     spent = (Entry(1.0, 0.1, 10), Entry(5.0, 1.0, 1))
     said = module._record(TuneSettings(dataset="x.csv", holdout=0.2), spent, best)["selection"]

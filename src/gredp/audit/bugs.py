@@ -37,6 +37,7 @@ import gredp.sampling as sampling
 import gredp.spectrum as spectrum
 import gredp.training.checkpoint as checkpoint
 import gredp.training.loop as loop
+import gredp.training.record as record
 import gredp.validation as validation
 from gredp.audit.bounds import Floats
 
@@ -664,6 +665,15 @@ def views_reordered_by_a_collate_function(patch: Patch) -> None:
 def terms_that_cancel_not_counted(patch: Patch) -> None:
     """A record of huge opposite terms has no norm, and goes into the sum as it is."""
     patch.setattr(clip, "LEAST_LEFT", dict.fromkeys(clip.LEAST_LEFT, 0.0))
+
+
+# ------------------------------------------------------------------ what a run tells
+
+
+def files_that_keep_their_times(patch: Patch) -> None:
+    """From the first to the last file it is as long as the run took, which follows the batches it drew."""
+    for module in (loop, record):
+        patch.setattr(module, "undate", lambda folder, day: None)
 
 
 # ------------------------------------------------------------------ steps written from scratch

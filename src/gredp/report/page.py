@@ -5,7 +5,6 @@ import hashlib
 import math
 import shlex
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from gredp import __version__
-from gredp.privacy.accountant import round_up
+from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import mechanisms
 from gredp.report import figures
 from gredp.report.facts import Facts, printable
@@ -35,7 +34,6 @@ def page(runs: Sequence[Facts]) -> str:
     return environment.get_template("page.html.j2").render(
         title=_title(runs),
         version=__version__,
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         css=Markup(css),
         css_hash=f"sha256-{digest}",
         comparison=_comparison(runs) if len(runs) > 1 else None,
@@ -179,7 +177,7 @@ def _trained(run: Facts) -> list[tuple[str, str]]:
         noise = f"{settings['noise']} noise{_bands(run)}"
         rows.append(("method", f"{settings['method']}, {noise}, claim {settings['claim']}"))
     if "created" in run.record:
-        rows.append(("finished", f"{run.record['created']}, after {run.record['seconds']:g} s of training"))
+        rows.append(("date", run.record["created"][:10]))  # no time: how long it took follows the draws
         rows.append(("command", run.record["command"]))
         rows.append(("processes", str(run.record["processes"])))
     return rows or [("", "this run was not made by gredp train, and has no settings on file")]
@@ -295,7 +293,7 @@ def _audit(run: Facts) -> dict[str, Any] | None:
                 f"{_epsilon(row['claimed_epsilon'])} at δ = {_short(delta)}, the claim under attack",
             ),
             ("audited", f"at least {lower:.4f}"),
-            ("played", f"{row['created']}: {row['command']}"),
+            ("played", f"{row['created'][:10]}: {row['command']}"),
         ],
     }
 
@@ -323,8 +321,17 @@ def _comparison(runs: Sequence[Facts]) -> dict[str, Any]:
                 _count(run.spent.written.steps),
             )
         )
+    delta = min(run.spent.delta for run in runs)
+    spent = epsilon([e for run in runs for e in run.spent.written.entries], delta, runs[0].spent.accountant)
+    together = f"{_epsilon(spent)} at δ = {_short(delta)}"
     header = ("run", "method, noise", "proven ε", "claimed ε", "δ", "accuracy", "steps")
-    return {"header": header, "rows": rows, "numbers": (2, 3, 4, 5, 6), "pictures": _pictures(runs)}
+    return {
+        "header": header,
+        "rows": rows,
+        "numbers": (2, 3, 4, 5, 6),
+        "pictures": _pictures(runs),
+        "together": together,
+    }
 
 
 # ------------------------------------------------------------------ numbers

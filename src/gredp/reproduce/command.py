@@ -53,7 +53,7 @@ def run_reproduce(settings: ReproduceSettings) -> None:
     places = {option: path for option, path in given.items() if path is not None}
     if wanted:
         with Bar() as watch:
-            run_jobs(wanted, out, runs, workers, places, watch)
+            run_jobs(wanted, out, runs, workers, places, watch, timed=True)
     elif settings.target == "table2":
         raise GredpError("table2 has no smoke scale: use --scale quick or full")
     _audit(settings, wanted, out)

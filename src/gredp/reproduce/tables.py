@@ -48,10 +48,6 @@ class Line:
         claims = [record["guarantee"]["claimed_epsilon"] for record in self.records]
         return None if None in claims else max(map(float, claims))
 
-    @property
-    def seconds(self) -> float:
-        return sum(record["seconds"] for record in self.records)
-
     def shown(self, ablation: str | None = None) -> tuple[str, ...]:
         """As text, in the order of HEADER; the claimed ε only beside the proven one.
 

@@ -37,7 +37,7 @@ KEPT = (
     "steps_lost",
     "metrics",
     "selection",
-    "seconds",
+    "ledger",
 )
 JUDGED_BY = ("test_accuracy", "validation_accuracy")
 
@@ -90,11 +90,18 @@ def read_record(out: Path, job: Job) -> dict[str, Any] | None:
 
 
 def run_jobs(
-    jobs: Sequence[Job], out: Path, runs: Path, workers: int, places: dict[str, str], watch: Watcher
+    jobs: Sequence[Job],
+    out: Path,
+    runs: Path,
+    workers: int,
+    places: dict[str, str],
+    watch: Watcher,
+    timed: bool = False,
 ) -> None:
     """Run all jobs that have no record yet; a job that fails stops the others after a checkpoint.
 
-    `places` are options of `gredp train` that name files of this machine; they stay out of the records.
+    `places` are options of `gredp train` that name files of this machine; they stay out of the records. So
+    does how long a job took, which follows what it drew: it is `timed` where the data are public.
     """
     waiting = [job for job in jobs if not record_file(out, job).exists()]
     for job in waiting:
@@ -103,14 +110,17 @@ def run_jobs(
     make_folder(runs)
     total, finished, done = sum(job.work for job in waiting), len(jobs) - len(waiting), 0.0
     running: list[tuple[Job, subprocess.Popen[bytes]]] = []
+    begun: dict[str, float] = {}
     with _stopped_at_the_end(running):
         while waiting or running:
             while waiting and len(running) < workers:
                 job = waiting.pop(0)
+                begun[job.name] = time.monotonic()
                 running.append((job, _start(job, runs / job.name, places, workers)))
             for job, process in [pair for pair in running if pair[1].poll() is not None]:
                 running.remove((job, process))
-                _collect(job, process.returncode, out, runs / job.name)
+                took = {"seconds": round(time.monotonic() - begun[job.name], 2)} if timed else {}
+                _collect(job, process.returncode, out, runs / job.name, took)
                 done, finished = done + job.work, finished + 1
             partly = sum(job.work * _share(runs / job.name, job) for job, _ in running)
             watch(done + partly, total, finished, [job.name for job, _ in running])
@@ -153,7 +163,7 @@ def _start(job: Job, folder: Path, places: dict[str, str], workers: int) -> "sub
         raise cannot(log, "written", error) from None
 
 
-def _collect(job: Job, status: int, out: Path, folder: Path) -> None:
+def _collect(job: Job, status: int, out: Path, folder: Path, took: dict[str, float]) -> None:
     log = folder.parent / f"{job.name}.log"
     if status:
         lines = log.read_text(errors="replace").strip().splitlines() or [f"status {status}"]
@@ -162,7 +172,7 @@ def _collect(job: Job, status: int, out: Path, folder: Path) -> None:
     kept = {key: found[key] for key in (*KEPT, *JUDGED_BY) if key in found}
     kept["command"] = command(job)
     kept["settings"] = {k: v for k, v in kept["settings"].items() if k not in ("data_dir", "pretrained")}
-    save(record_file(out, job), kept | job.facts)
+    save(record_file(out, job), kept | took | job.facts)
 
 
 def _share(folder: Path, job: Job) -> float:

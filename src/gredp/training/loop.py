@@ -7,7 +7,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -36,7 +35,7 @@ from gredp.sealed import read_document, write, write_document
 from gredp.training.checkpoint import load_weights
 from gredp.training.judging import judge
 from gredp.training.reading import Records, as_they_are, centred, describe_data, read_data
-from gredp.training.record import describe, dumps, header, plain_numbers
+from gredp.training.record import describe, dumps, header, new_folder, plain_numbers, undate
 from gredp.training.schedule import rate_factor
 from gredp.training.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.training.signals import Stopped, Waiting, handled_by
@@ -76,7 +75,6 @@ class Session:
     loader: DataLoader[Any]
     per_epoch: int
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
     updates: int = 0
     #: the certificate of the query before training, if there was one
     query: list[dict[str, Any]] | None = None
@@ -93,7 +91,7 @@ class Session:
         return self.engine.ledger.steps - self.engine.ledger.inherited
 
     def save(self) -> None:
-        done = {"metrics": self.metrics, "seconds": self.seconds, "updates": self.updates}
+        done = {"metrics": self.metrics, "updates": self.updates}
         self.engine.save(self.folder, done)
 
     def publish(self) -> None:
@@ -131,6 +129,7 @@ def train(
 def _train(
     settings: TrainSettings, progress: Progress | None, trackers: Sequence[Tracker], given: Splits | None
 ) -> Run:
+    head = header()
     data, front = read_data(settings, given)
     kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
     refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data, front)})
@@ -145,7 +144,7 @@ def _train(
         try:
             with handled_by(session.signal):
                 _epochs(session, tracked)
-            run = _finish(session)
+            run = _finish(session, head)
             record = run.record
             return run
         finally:
@@ -168,7 +167,7 @@ def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: P
     weights = engine.fork(settings.fork) if settings.fork is not None else None
     target: dict[str, Any] = {"target_epsilon": settings.epsilon, "target_delta": settings.delta}
     target |= {"epochs": settings.epochs, "correlation_bands": settings.correlation_bands}
-    folder = Path(settings.out or _new_folder(settings))
+    folder = Path(settings.out or new_folder(settings.dataset, settings.method))
     if settings.normalise and weights is None:
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
         query = _query(settings, data)
@@ -226,7 +225,7 @@ def _resume(settings: TrainSettings, data: Splits, front: Front | None, engine: 
     session.query = facts.get("normalisation")
     done = engine.load(folder)
     _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
-    session.metrics, session.seconds, session.updates = done["metrics"], done["seconds"], done["updates"]
+    session.metrics, session.updates = done["metrics"], done["updates"]
     lost = session.charged - session.updates
     if lost and rank() == 0:
         warnings.warn(
@@ -331,7 +330,7 @@ def _learning_rate(session: Session) -> LambdaLR:
 
 def _steps(session: Session, rate: LambdaLR) -> None:
     """The sampler's steps, with a checkpoint now and then."""
-    started, saved = time.monotonic() - session.seconds, time.monotonic()
+    saved = time.monotonic()
     sampler, ceiling = session.loader.batch_sampler, 0.0
     assert isinstance(sampler, PoissonBatchSampler)
     if session.progress is not None:  # once an epoch; its end asks for the same figure, which is kept
@@ -346,27 +345,26 @@ def _steps(session: Session, rate: LambdaLR) -> None:
             session.optimizer.zero_grad()
             F.cross_entropy(session.model(x), y).backward()
             session.optimizer.step()
-            now = time.monotonic()
-            session.seconds, session.updates = now - started, session.updates + session.charged - charged
+            session.updates += session.charged - charged
             whole = session.charged > charged
             if whole:
                 rate.step()
             if whole and session.progress is not None:
                 session.progress.step(session.charged, ceiling)
-            if whole and now - saved >= session.settings.checkpoint_seconds:
+            if whole and time.monotonic() - saved >= session.settings.checkpoint_seconds:
                 session.save()
-                saved = now
+                saved = time.monotonic()
             if whole or world_size() == 1:  # several processes meet at the end of a batch only
                 session.stop_if_told()
 
 
-def _finish(session: Session) -> Run:
+def _finish(session: Session, head: dict[str, Any]) -> Run:
     if rank():
         return Run(session.folder, {})
     settings, engine, private = session.settings, session.engine, session.optimizer
     assert engine.ledger.file is not None
     record = {
-        **header(),
+        **head,
         "settings": settings.kept()
         | {"model": _network(settings, session.data), "block": _block(settings, session.data)},
         "data": describe_data(session.data, session.front),
@@ -385,11 +383,11 @@ def _finish(session: Session) -> Run:
         settings.judged_by: session.metrics[-1][settings.judged_by],
         "selection": "the last epoch; no epoch or setting was chosen by this run" + settings.not_covered,
         "judged_on": settings.judged_on,
-        "seconds": round(session.seconds, 2),
     }
     weights = {key: value.contiguous() for key, value in engine.averaged.state_dict().items()}
     write(session.folder / "model.safetensors", save(weights))
     write(session.folder / "record.json", (dumps(record) + "\n").encode())
+    undate(session.folder, record["created"])
     return Run(session.folder, record)
 
 
@@ -402,8 +400,3 @@ def _network(settings: TrainSettings, data: Splits) -> str:
 def _block(settings: TrainSettings, data: Splits) -> int:
     """Columns of a table have no order that a circulant could use: dense unless said otherwise."""
     return 0 if settings.block is None and len(data.input_shape) == 1 else settings.block_size
-
-
-def _new_folder(settings: TrainSettings) -> Path:
-    stem = Path(settings.dataset).stem
-    return Path("runs") / f"{stem}-{settings.method}-{datetime.now():%Y%m%d-%H%M%S-%f}"

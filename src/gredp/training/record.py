@@ -1,14 +1,18 @@
 """The versioned record of a run: settings, guarantee, ledger, what was released. No torch, no seed of noise.
 
 Only what is covered by ε, or does not depend on the private records, goes in: no training loss, no
-gradient norm, no hash of the data.
+gradient norm, no hash of the data, and of times the day on which the run began. How long it took follows the
+batches that were drawn, and how long a choice took the number of its trials.
 """
 
 import json
 import math
+import os
 import platform
 import shlex
 import sys
+import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -33,14 +37,27 @@ def versions() -> dict[str, str]:
 
 
 def header(command: list[str] | None = None) -> dict[str, Any]:
-    """What every record begins with."""
+    """What every record begins with; taken when the command begins, so that nothing tells when it ended."""
     return {
         "format": FORMAT,
         "version": VERSION,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": f"{datetime.now(UTC):%Y-%m-%d}",
         "command": shlex.join(["gredp", *(sys.argv[1:] if command is None else command)]),
         "versions": versions(),
     }
+
+
+def new_folder(dataset: str, kind: str) -> Path:
+    """For a run that was given none: the day, and something that no other run has."""
+    return Path("runs") / f"{Path(dataset).stem}-{kind}-{datetime.now(UTC):%Y%m%d}-{uuid.uuid4().hex[:8]}"
+
+
+def undate(folder: Path, day: str) -> None:
+    """Give all files in `folder` the time at which `day` began: their own tell how long the run took."""
+    moment = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()
+    for path in (*folder.rglob("*"), folder):
+        with suppress(OSError, NotImplementedError):
+            os.utime(path, (moment, moment), follow_symlinks=False)
 
 
 def describe(certificate: Certificate) -> list[dict[str, Any]]:

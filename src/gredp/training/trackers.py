@@ -1,11 +1,13 @@
 """Where a run can be followed while it goes on: files, or the services that people use.
 
 A tracker is told released values only: settings, the guarantee, and figures that ε covers or that come from
-public test records. Times and sizes of single batches are not among them: they depend on the secret draw.
+public test records. Times and sizes of single batches are not among them: they depend on the secret draw. A
+service sees when it is told something, and so how long an epoch took.
 """
 
 import csv
 import json
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -78,22 +80,22 @@ class Csv:
 
 
 class TensorBoard:
-    """Event files in the folder, for `tensorboard --logdir`."""
+    """Event files in the folder, for `tensorboard --logdir`, all of the time at which the run began."""
 
     def __init__(self, folder: Path) -> None:
         _needs("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer, self._began = SummaryWriter(str(folder / "tensorboard")), time.time()
 
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
         for name, facts in (("settings", settings), ("guarantee", guarantee)):
             rows = "\n".join(f"    {key}: {value}" for key, value in facts.items())  # indented: shown as text
-            self._writer.add_text(name, rows, 0)
+            self._writer.add_text(name, rows, 0, self._began)
 
     def log(self, step: int, values: Values) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step, self._began)
         self._writer.flush()
 
     def finish(self, record: Mapping[str, Any]) -> None:
@@ -101,7 +103,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of the experiment "gredp" at MLFLOW_TRACKING_URI.
+    """A run of the experiment "gredp" at MLFLOW_TRACKING_URI, all of the time at which it began.
 
     Through the client, not `mlflow.start_run`: that would note the user's name and script, and change what
     the caller's own mlflow calls do.
@@ -112,7 +114,7 @@ class MLflow:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self._name = folder.name
+        self._name, self._began = folder.name, int(1000 * time.time())
         try:
             self._client = MlflowClient()
             known = self._client.get_experiment_by_name("gredp")
@@ -127,12 +129,12 @@ class MLflow:
 
     def log(self, step: int, values: Values) -> None:
         for name, value in values.items():
-            self._client.log_metric(self._run, name, value, step=step)
+            self._client.log_metric(self._run, name, value, self._began, step)
 
     def finish(self, record: Mapping[str, Any]) -> None:
         for name, value in record.get("guarantee", {}).items():
             self._client.set_tag(self._run, name, str(value))
-        self._client.set_terminated(self._run, "FINISHED" if record else "KILLED")
+        self._client.set_terminated(self._run, "FINISHED" if record else "KILLED", self._began)
 
 
 class WandB:

@@ -1,7 +1,8 @@
 """`gredp tune`: a random number of private trainings, the best by a noisy score, one ε for all of it.
 
 No torch until it trains. The guarantee is that of `gredp.privacy.selection`: the chosen model, its settings
-and its score are released; the number of trials and all of the others are not, and are deleted.
+and its score are released; the number of trials and all of the others are not, and are deleted. No file that
+is kept tells when a trial began or ended.
 """
 
 import math
@@ -9,7 +10,6 @@ import os
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,21 +87,23 @@ def tune(settings: TuneSettings) -> "Run":
     settings.check()
     from gredp.data import load
     from gredp.training.loop import Run
-    from gredp.training.record import save
+    from gredp.training.record import header, new_folder, save, undate
 
+    head = header()
     data, apart = _validation(
         load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size), settings.score_share
     )
     trial = _trial(settings, len(data.y_train))
-    out = Path(settings.out or f"runs/{Path(settings.dataset).stem}-tuned-{datetime.now():%Y%m%d-%H%M%S-%f}")
+    out = Path(settings.out or new_folder(settings.dataset, "tuned"))
     make_folder(out)  # before the first trial: a choice that finds no place would be lost
     try:
         with tempfile.TemporaryDirectory() as folder:
             best = _best(settings, trial, data, apart, Path(folder))
-            record = _record(settings, trial, best)
+            record = _record(settings, trial, best) | head
             weights = (best.run.folder / "model.safetensors").read_bytes()
         save(out / "record.json", record)
         write(out / "model.safetensors", weights)
+        undate(out, head["created"])
     except BaseException:
         with suppress(OSError):  # not empty: something was released
             out.rmdir()
@@ -191,7 +193,7 @@ def _record(settings: TuneSettings, spent: tuple[Entry, Entry], best: Trial) -> 
     """That of the chosen run, with the ε of the choice in place of its own."""
     record = dict(best.run.record)
     total = selected_epsilon(spent, settings.trials, settings.delta)
-    for key in ("ledger", "starts", "steps_lost", "metrics", "seconds"):
+    for key in ("ledger", "starts", "steps_lost", "metrics"):
         record.pop(key)
     record["settings"] = record["settings"] | {"epsilon": settings.epsilon}
     record["guarantee"] = record["guarantee"] | {
