@@ -21,6 +21,7 @@ sys.path += [
 
 import children
 import test_banded
+import test_batch_dimension
 import test_budget
 import test_clipped_sum
 import test_layer_laws as layer_laws
@@ -200,6 +201,11 @@ MUTANTS = [
         bugs.buffers_watched_in_the_forward_only,
         test_validation.test_state_that_is_written_between_forward_and_release_is_refused,
         (test_validation.from_the_loop, 2),
+    ),
+    Mutant(
+        bugs.coincidences_taken_for_records,
+        test_batch_dimension.test_a_coincidence_of_sizes_is_refused_by_name_before_anything_is_charged,
+        (test_batch_dimension.Broadcast, "places", {}),
     ),
     Mutant(
         bugs.gradients_outside_their_layer_let_through,

@@ -312,6 +312,17 @@ def _outside(x: Tensor) -> None:
     optimizer.step()
 
 
+class _TimeFirst(nn.Module):
+    """As many steps of time as records, and put before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, None].expand(-1, 4, -1).transpose(0, 1)).mean(0)
+
+
 def _unfrozen(x: Tensor) -> None:
     model, optimizer = _attempt(nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)), x)
     model[0].requires_grad_(True)
@@ -371,6 +382,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a buffer that the loop writes to": _written_by_the_loop,
     "a weight used outside of its layer": _outside,
     "a second step on the same gradients": lambda x: _attempt(nn.Linear(6, 3), x)[1].step(),
+    "time before records, as long as the batch": lambda x: _attempt(_TimeFirst(), x),
     "a parameter unfrozen after make_private": _unfrozen,
     "a foreign parameter in the optimizer": _foreign,
     "a batch out of turn under correlated noise": _out_of_turn,

@@ -66,6 +66,11 @@ SELF_TEST = [
     Planted(bugs.buffers_not_watched, checks.refusal, ("a buffer that follows the data",)),
     Planted(bugs.buffers_watched_in_the_forward_only, checks.refusal, ("a buffer that the loop writes to",)),
     Planted(
+        bugs.coincidences_taken_for_records,
+        checks.refusal,
+        ("time before records, as long as the batch",),
+    ),
+    Planted(
         bugs.gradients_outside_their_layer_let_through,
         checks.refusal,
         ("a weight used outside of its layer",),

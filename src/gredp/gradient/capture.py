@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
+from gredp.gradient.batch_dimension import fixed_layers
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
 from gredp.gradient.rules import (
@@ -121,6 +122,8 @@ class Capture:
         self._batch: int | None = None
         self._pass = 0
         self._paused = False
+        #: layers that had as many rows as records by coincidence, once that is known
+        self._fixed: set[nn.Module] | None = None
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
         #: what may not change but by releases
@@ -138,11 +141,12 @@ class Capture:
         capture = self
 
         def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is capture.module:
+            if module is capture.module and not capture._paused:
                 capture._begin_pass(args, kwargs)
+                capture._probe(args, kwargs)
 
         def end_pass(module: nn.Module, args: Any, out: Any) -> None:
-            if module is capture.module:
+            if module is capture.module and not capture._paused:
                 capture._end_pass()
 
         def before(layer: nn.Module, args: Any) -> None:
@@ -209,6 +213,20 @@ class Capture:
         if self.module.training:
             self.state.begin_forward()
 
+    def _probe(self, args: Any, kwargs: Any) -> None:
+        """Before the first records are differentiated: is the first dimension of every layer the batch?"""
+        if (
+            self._fixed is not None
+            or not self._root_batch
+            or not (self.module.training and torch.is_grad_enabled())
+        ):
+            return
+        self._paused = True
+        try:
+            self._fixed = fixed_layers(self.module, self._by_layer, args, kwargs, self._root_batch)
+        finally:
+            self._paused = False
+
     def _end_pass(self) -> None:
         self._root_batch = None
         if self.module.training:
@@ -244,6 +262,12 @@ class Capture:
                 f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: "
                 "the first dimension of every layer's input and output must be the batch, "
                 f"here {expected} records"
+            )
+        if layer in (self._fixed or ()):
+            raise GredpError(
+                f"{unit.name} ({type(layer).__name__}) has {expected} rows whatever the batch: they are no "
+                "records, though as many here, and would be clipped in their place; give it [batch, ...] as "
+                "input, position ids by ids.expand(len(x), -1)"
             )
         if self._pending_pass is not None:  # parts of the model are called without its own forward
             self._pass += 1

@@ -72,8 +72,8 @@ class HeldState:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise GredpError(
                     f"{kind} {name} was changed after make_private: what follows the data would be released "
-                    "without noise; use layers that keep nothing of their inputs (see gredp.fix), load public "
-                    "values by load_state_dict, keep counters in plain attributes"
+                    "without noise; use layers that keep nothing of their inputs (see gredp.fix); load "
+                    "public values by load_state_dict, keep counters in attributes"
                 )
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,58 @@
+"""Which dimension of a layer's input is the batch, learned from one forward on zeros.
+
+A table of positions, or a layer that has time before records, may have as many rows as the batch by
+coincidence: rows that are no records would be clipped in place of records. With another number of records
+such a layer still has the same rows, and is known by that.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.random import fork_rng
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def fixed_layers(
+    module: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Any, batch: int
+) -> set[nn.Module]:
+    """Those of `layers` that have `batch` rows with another batch too; the arguments hold `batch` records.
+
+    The model is run on two records of zeros, or three, of the shapes that it is called with: on no private
+    value. Buffers and random numbers are as before. A model that cannot be run on zeros is left alone: its
+    layers are held against the batch at every step, where the coincidence ends with the first batch of
+    another size.
+    """
+    rows: dict[nn.Module, set[int]] = {}
+    handles = [layer.register_forward_hook(_note(rows), with_kwargs=True) for layer in layers]
+    try:
+        few = 3 if batch == 2 else 2
+        args, kwargs = tree_map(lambda leaf: _zeros(leaf, batch, few), (args, kwargs))
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        cuda = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
+        with torch.no_grad(), fork_rng(sorted(cuda)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.func.functional_call(module, buffers, args, kwargs)
+    except Exception:  # whatever zeros may do to it
+        return set()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {layer for layer, seen in rows.items() if batch in seen}
+
+
+def _note(rows: dict[nn.Module, set[int]]) -> Callable[..., None]:
+    def note(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+        rows.setdefault(layer, set()).update(t.shape[0] for t in tensors if t.dim())
+
+    return note
+
+
+def _zeros(leaf: Any, batch: int, few: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    follows = leaf.dim() and leaf.shape[0] == batch
+    return leaf.new_zeros((few, *leaf.shape[1:]) if follows else leaf.shape)
