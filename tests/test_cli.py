@@ -206,16 +206,16 @@ def image(value, kind=np.float32):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"y_train": label(-1)}, "from -1 to 2, but must lie in 0 to 2"),
-        ({"y_train": label(3)}, "from 0 to 3, but must lie in 0 to 2"),
+        ({"y_train": label(-1)}, "labels must lie in 0 to 2, and that of record 8 does not\n"),
+        ({"y_train": label(3)}, "labels must lie in 0 to 2, and that of record 8 does not\n"),
         ({"y_test": np.zeros(0, np.int64)}, "shape (0,), but there are 10 images"),
         ({"y_train": label(0.5, np.float64)}, "float64, not whole numbers"),
         ({"y_train": np.zeros(39, np.int64)}, "shape (39,), but there are 40 images"),
         ({"y_train": np.zeros((40, 1), np.int64)}, "shape (40, 1)"),
-        ({"x_train": image(math.nan)}, "1 values that are not finite"),
-        ({"x_train": image(math.inf)}, "1 values that are not finite"),
-        ({"x_test": image(1e39, np.float64)[:10]}, "1 values that are not finite"),
-        ({"x_train": image(255)}, "floats up to 255, as if they were bytes"),
+        ({"x_train": image(math.nan)}, "record 4 holds values that are not finite\n"),
+        ({"x_train": image(math.inf)}, "record 4 holds values that are not finite\n"),
+        ({"x_test": image(1e39, np.float64)[:10]}, "record 4 holds values that are not finite\n"),
+        ({"x_train": image(255)}, "record 4 holds floats above 64, as if they were bytes"),
         (
             {"x_train": np.zeros((40, 7, 9), np.uint8), "x_test": np.zeros((10, 7, 9), np.uint8)},
             "model3 needs images of at least 8×8, not 7×9",

@@ -78,9 +78,9 @@ def test_a_run_on_a_folder_equals_one_on_an_archive(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"y_train": np.full(40, 3)}, "from 3 to 3, but must lie in 0 to 2"),
+        ({"y_train": np.full(40, 3)}, "must lie in 0 to 2, and that of record 1 does not"),
         ({"y_train": np.zeros(39, np.int64)}, r"shape \(39,\), but there are 40 images"),
-        ({"x_train": np.full((40, 8, 8), np.nan)}, "2560 values that are not finite"),
+        ({"x_train": np.full((40, 8, 8), np.nan)}, "record 1 holds values that are not finite"),
         ({"x_train": np.zeros((40, 64))}, r"shape \(40, 64\)"),
         ({"x_train": np.zeros((40, 9, 8), np.uint8)}, "differ in shape"),
         ({"x_train": np.zeros((40, 8, 8), np.int32)}, "int32, not uint8 or float"),

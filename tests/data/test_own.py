@@ -42,7 +42,7 @@ ROWS = """age,hours,id,work,income
 
 def table(folder: Path, rows: str = ROWS, schema: str = SCHEMA, name: str = "mine") -> Path:
     (folder / f"{name}.toml").write_text(schema)
-    (folder / f"{name}.csv").write_text(rows)
+    (folder / f"{name}.csv").write_text(rows, errors="surrogateescape")
     return folder / f"{name}.csv"
 
 
@@ -99,16 +99,17 @@ def test_json_quotes_and_a_byte_order_mark_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("town,high", "city,high", "row 2: work is 'city', not one of farm, town, sea"),
+        ("town,high", "city,high", "row 2: work is not one of farm, town, sea"),
         ("20,5", "20,nan", "row 1: hours is missing; list it under missing"),
-        ("20,5", "20,inf", "row 1: hours is 'inf', not a finite number"),
-        ("20,5", "20,five", "row 1: hours is 'five', not a finite number"),
-        ("sea,low", "sea,", "row 3: income is '', not one of low, high"),
+        ("20,5", "20,inf", "row 1: hours is not a finite number"),
+        ("20,5", "20,five", "row 1: hours is not a finite number"),
+        ("sea,low", "sea,", "row 3: income is not one of low, high"),
         ("sea,low", "sea", "line 4: 4 values, but 5 columns"),
-        ("work,income", "job,income", "no column 'work', only age, hours, id, job, income"),
+        ("work,income", "job,income", "has no column 'work': its first line must name the columns"),
         ("work,income", "work,work", "names a column twice"),
         (ROWS, "age,hours,work,income\n", "has no rows"),
         (ROWS, "", "has no column 'income'"),
+        ("town,high", "t\udce9wn,high", "cannot be read: it is not UTF-8"),
         ("20,5", '20,"5', "cannot be read"),
     ],
 )
@@ -117,6 +118,26 @@ def test_bad_tables_are_refused(tmp_path, capsys, old, new, words):
     message = refused(capsys, "--dataset", str(path), "--holdout", "0.5")
     assert words in message
     assert message.count("mine.csv") == 1
+
+
+SECRET = "731913"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS.replace("town", SECRET),
+        ROWS.replace("20,5", f"20,{SECRET}x"),
+        ROWS.replace("sea,low", f"sea,{SECRET}"),
+        ROWS.replace("20,5", f'20,"{SECRET}'),
+        ROWS.replace("20,5", f'20,"5"{SECRET}'),
+        ROWS.replace("age,hours,id,work,income", f"{SECRET},4,5,farm,low"),  # a table without a header
+    ],
+    ids=["category", "number", "label", "open quote", "closed quote", "no header"],
+)
+def test_no_line_about_a_bad_table_tells_a_value_of_it(tmp_path, capsys, rows):
+    message = refused(capsys, "--dataset", str(table(tmp_path, rows)), "--holdout", "0.5")
+    assert SECRET not in message
 
 
 @pytest.mark.fault("bad data")
@@ -325,7 +346,7 @@ def test_images_of_many_sizes_are_scaled_when_told(tmp_path):
     root = folders(tmp_path / "pets")
     Image.new("RGB", (20, 30), (255, 0, 0)).save(root / "train/cat/big.jpg")
     with pytest.raises(
-        GredpError, match=r"big.jpg has 30×20 pixels, others 6×8: scale all with --image-size"
+        GredpError, match=r"big.jpg is not of 6×8 pixels as others are: scale all with --image-size"
     ):
         load(str(root))
     data = load(str(root), image_size=5)
@@ -402,8 +423,8 @@ def _bad(root: Path, kind: str) -> None:
     ("kind", "words"),
     [
         ("empty", "cat holds no image"),
-        ("text", "0.png cannot be read as an image"),
-        ("cut", "0.png cannot be read as an image"),
+        ("text", "0.png cannot be read as an image of PNG or JPEG\n"),
+        ("cut", "0.png cannot be read as an image of PNG or JPEG\n"),
         ("other", "notes.txt is not an image"),
         ("gif", "0.png cannot be read as an image"),
         ("deep", "0.png has pixels of mode I;16"),

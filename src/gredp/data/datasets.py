@@ -237,7 +237,10 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[np.ndarray, Tensor]:
-    """Images `[n, height, width, channels]` as they are and labels, or one line that says what is wrong."""
+    """Images `[n, height, width, channels]` as they are and labels, or one line that says what is wrong.
+
+    It names the first record that is, and none of its values: lines end up in logs.
+    """
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or x.shape[3] not in (1, 3):
@@ -250,9 +253,12 @@ def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[
         raise GredpError(f"{what} labels have shape {y.shape}, but there are {len(x)} images")
     if y.dtype.kind not in "iu":
         raise GredpError(f"{what} labels are of type {y.dtype}, not whole numbers")
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= classes:
-        raise GredpError(f"{what} labels run from {low} to {high}, but must lie in 0 to {classes - 1}")
+    outside = (y < 0) | (y >= classes)
+    if outside.any():
+        record = int(outside.argmax()) + 1
+        raise GredpError(
+            f"{what} labels must lie in 0 to {classes - 1}, and that of record {record} does not"
+        )
     if x.dtype.kind == "f":
         _check_floats(what, x)
     elif x.dtype != np.uint8:
@@ -262,18 +268,19 @@ def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[
 
 def _check_floats(what: str, x: np.ndarray) -> None:
     """As `pixels` makes them, in single precision; bytes as floats would be learned from at a wrong scale."""
-    bad, high = 0, -np.inf
     for start in range(0, len(x), 4096):  # a mapped array need not fit in memory
-        with np.errstate(over="ignore"):
-            part = x[start : start + 4096].astype(np.float32)
-        bad += int((~np.isfinite(part)).sum())
-        high = max(high, part.max())
-    if bad:
-        raise GredpError(f"{what} images hold {bad} values that are not finite")
-    if high > LARGEST_FLOAT:
-        raise GredpError(
-            f"{what} images are floats up to {high:g}, as if they were bytes: give uint8, or divide by 255"
-        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            part = x[start : start + 4096].astype(np.float32).reshape(min(4096, len(x) - start), -1)
+            finite, small = np.isfinite(part).all(1), (part <= LARGEST_FLOAT).all(1)
+        if not finite.all():
+            record = start + int(finite.argmin()) + 1
+            raise GredpError(f"{what} images: record {record} holds values that are not finite")
+        if not small.all():
+            record = start + int(small.argmin()) + 1
+            raise GredpError(
+                f"{what} images: record {record} holds floats above {LARGEST_FLOAT}, as if they were bytes: "
+                "give uint8, or divide by 255"
+            )
 
 
 def pixels(x: np.ndarray) -> Tensor:

@@ -9,7 +9,6 @@ from PIL import Image, ImageOps
 
 from gredp.data.datasets import LARGEST_FILE, SPLITS
 from gredp.errors import GredpError
-from gredp.sealed import one_line
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 #: modes of Pillow with 8 bits or fewer for each channel; the first three are grey
@@ -84,8 +83,8 @@ def _read(file: Path) -> Image.Image:
             return ImageOps.exif_transpose(image)
     except GredpError:
         raise
-    except Exception as error:  # whatever a crafted file makes the decoder raise
-        raise GredpError(f"{file} cannot be read as an image: {one_line(error)}") from None
+    except Exception:  # whatever a crafted file makes the decoder raise, which may quote it
+        raise GredpError(f"{file} cannot be read as an image of PNG or JPEG") from None
 
 
 def _place(item: tuple[int, Path]) -> bytes:
@@ -102,8 +101,7 @@ def _split(groups: Files, shape: tuple[int, int], grey: bool, scale: bool) -> tu
             image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
         if image.size[::-1] != shape:
             raise GredpError(
-                f"{file} has {image.height}×{image.width} pixels, others {shape[0]}×{shape[1]}: "
-                "scale all with --image-size"
+                f"{file} is not of {shape[0]}×{shape[1]} pixels as others are: scale all with --image-size"
             )
         x[place] = np.asarray(image).reshape(x.shape[1:])
     return x, np.array([label for label, _ in named])

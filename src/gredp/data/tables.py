@@ -1,7 +1,8 @@
 """A user's table: MINE.csv, and beside it a schema, MINE.toml or MINE.json, of what its columns may hold.
 
 Ranges, categories and classes come from the schema and never from the private rows: the largest value of a
-column would be a release of its own. Every row becomes features by fixed numbers, from itself alone.
+column would be a release of its own. Every row becomes features by fixed numbers, from itself alone. A line
+about a bad row names the row and the column and never the value: lines end up in logs.
 """
 
 import csv
@@ -154,7 +155,7 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, Row]:
                 raise GredpError(f"{path} names a column twice")
             for name in names or ():
                 if name not in header:
-                    raise GredpError(f"{path} has no column {name!r}, only {', '.join(header)}")
+                    raise GredpError(f"{path} has no column {name!r}: its first line must name the columns")
             places = {name: header.index(name) for name in names or header}
             columns: dict[str, Row] = {name: [] for name in places}
             for row in filter(None, reader):
@@ -168,6 +169,8 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, Row]:
         raise
     except FileNotFoundError:
         raise GredpError(f"{path} is not there") from None
+    except UnicodeDecodeError:
+        raise GredpError(f"{path} cannot be read: it is not UTF-8") from None
     except (OSError, ValueError, csv.Error) as error:
         raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
     if not any(columns.values()):
@@ -193,7 +196,7 @@ def _numbers(path: Path, name: str, texts: Row, may_be_missing: bool) -> np.ndar
         except ValueError:
             values[i] = math.nan
         if not math.isfinite(values[i]):
-            raise GredpError(f"{_row(path, i)}: {name} is {text[:40]!r}, not a finite number")
+            raise GredpError(f"{_row(path, i)}: {name} is not a finite number")
     return values
 
 
@@ -204,7 +207,7 @@ def _indices(path: Path, name: str, texts: Row, allowed: tuple[str, ...], may_be
     for i in np.flatnonzero(found < 0):
         if not (may_be_missing and is_missing(texts[i])):
             shown = ", ".join(allowed[:5]) + (", …" if len(allowed) > 5 else "")
-            raise GredpError(f"{_row(path, int(i))}: {name} is {texts[i][:40]!r}, not one of {shown}")
+            raise GredpError(f"{_row(path, int(i))}: {name} is not one of {shown}")
     return found
 
 
