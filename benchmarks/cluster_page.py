@@ -39,9 +39,22 @@ So
   in two.
 
 Only the first process writes, prints and evaluates; the run's folder must be visible to all machines when
-it is resumed. Processes compare settings, shapes and numbers of records before they begin, and a
-difference is refused. The content of the data cannot be compared without revealing something: give all
-the same files.
+it is resumed.
+
+## What the processes agree on
+Before they begin, they compare settings, shapes, numbers of records, the index sets of `Subset`s, and 16
+records chosen at random by what they hold. What differs is refused. The last two are compared by digests
+under a key that is drawn for it and forgotten. A few records that differ are not found, nor are views drawn
+anew at every reading: give all the same files, in the same order, and split them by a common seed.
+
+Before every step, one all-reduce of three numbers tells which model is stepped, its plan, the number of the
+step in the ledger, and whether the batch is new. So
+
+- **the worst process decides**: if one steps with an old batch again, all charge the step at rate 1;
+- processes that step different models, or are elsewhere in the program, are refused by all of them in one
+  line that says who came where, before a sum has left its process;
+- what one process refuses, such as a step without a backward, all refuse, and may go on together;
+- a process that fails within an exchange, say because its disk is full, joins no later one.
 
 nccl takes the same path and carries what lies on GPUs; it was not tested here, since there was none.
 
@@ -104,13 +117,13 @@ The difference of the means is {difference:+.2f} percentage points, with a stand
 ## How step time grows
 A step of N processes takes about
 
-    t(N) = records / N + rest + exchange(N)
+    t(N) = records / N + rest + latency · 2(N − 1) + exchange(N)
     exchange(N) = latency · (2(N − 1) + ⌈log₂ N⌉) + 4 bytes · parameters · (2(N − 1)/N + ⌈log₂ N⌉) / bandwidth
 
-ring all-reduce and tree broadcast; `rest` is the noise and the update, which do not shrink with N.
-Measured with `{command}` on {created}, torch {torch}, {backend} over the loopback of one machine of
-{cores} cores, median of {rounds} rounds. From the two processes that have a core each: **latency
-{latency:.2f} ms, bandwidth {bandwidth:.2f} GB/s**.
+ring all-reduces, the first of three numbers, and a tree broadcast; `rest` is the noise and the update, which
+do not shrink with N. Measured with `{command}` on {created}, torch {torch}, {backend} over the
+loopback of one machine of {cores} cores, median of {rounds} rounds. From the two processes that have a core
+each: **latency {latency:.2f} ms, bandwidth {bandwidth:.2f} GB/s**.
 
 {exchange}
 
@@ -166,7 +179,7 @@ def page() -> str:
     ]
     steps = []
     for n in (1, 2, 4, 8, 16, 32, 64):
-        told = shared / n + one["empty_step_ms"] + exchange(n, parameters)
+        told = shared / n + one["empty_step_ms"] + latency * 2 * (n - 1) + exchange(n, parameters)
         measured = f"{found[str(n)]['step_ms']:.0f}" if str(n) in found else "–"
         steps.append([str(n), f"{told:.0f}", measured, f"{one['step_ms'] / told:.1f}×"])
     means = {n: statistics.mean(run["accuracies"]) for n, run in digits.items()}

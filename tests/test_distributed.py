@@ -1,16 +1,26 @@
 """Several processes release what one would have released: one sum, one noise, one charge; all bit-equal."""
 
 import math
+import re
 import warnings
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
+import gredp.distributed as distributed
 from gredp import BatchMemoryManager, GredpError, PrivacyEngine
 from gredp.distributed import (
     DifferentiallyPrivateDistributedDataParallel,
@@ -191,6 +201,7 @@ def test_a_process_without_records_takes_part():
     assert torch.allclose(found[0], alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fault("ranks apart")
 def test_the_worst_process_decides_whether_a_batch_is_new():
     """The second process steps with its last batch again; the first one takes a new one for each step."""
 
@@ -304,11 +315,11 @@ def test_errors_and_values_of_the_first_process_reach_all():
             assert rank() == 0
             raise GredpError("the disk is gone")
 
-        value, content = from_first(lambda: ({"a": [1, None]}, b"\x00\xff" * 5))
-        assert from_first(lambda: (1, b"")) == (1, b"")
+        value, content = from_first(lambda: ({"a": [1, None]}, b"\x00\xff" * 5), "a value")
+        assert from_first(lambda: (1, b""), "another") == (1, b"")
         refuse_differences({"a": 1.5, "b": [rank() - rank()]})
         try:
-            from_first(fail)
+            from_first(fail, "a mistake")
         except GredpError as error:
             return value, content, str(error), isinstance(error, Elsewhere)
         raise AssertionError("the error was lost")
@@ -316,6 +327,234 @@ def test_errors_and_values_of_the_first_process_reach_all():
     first, *others = in_world(4, attempt)
     assert first == ({"a": [1, None]}, b"\x00\xff" * 5, "the disk is gone", False)
     assert others == [(*first[:3], True)] * 3
+
+
+def moved(model: nn.Module, before: torch.Tensor) -> float:
+    return float((model.weight.detach() - before).norm())
+
+
+def two_models(norms=(1.0, 1000.0), first: int = 1) -> list:
+    """Of one engine and of equal shapes, each with the step that it is to take; no noise."""
+    distributed._models = count(first)
+    engine, found = PrivacyEngine(), []
+    data = TensorDataset(torch.full((8, 4), 1e4), torch.zeros(8))
+    for norm in norms:
+        model = nn.Linear(4, 2, bias=False)
+        model, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=8.0),
+            data_loader=DataLoader(data, batch_size=8),
+            noise_multiplier=0.0,
+            max_grad_norm=norm,
+        )
+
+        def step(model=model, optimizer=optimizer, loader=loader) -> None:
+            (x, _), *_ = loader
+            optimizer.zero_grad()
+            model(x).sum(1).mean().backward()
+            optimizer.step()
+
+        found.append((model, step))
+    return found
+
+
+@pytest.mark.fault("ranks apart")
+def test_models_stepped_in_another_order_are_refused_by_all():
+    """Otherwise the other one's records, clipped at norm 1,000, enter the sum of norm 1 for each record."""
+
+    def attempt() -> tuple[list[str], list[float]]:
+        models = two_models()
+        before = [model.weight.detach().clone() for model, _ in models]
+        said = []
+        for _, step in models if rank() == 0 else models[::-1]:
+            try:
+                step()
+            except GredpError as error:
+                said.append(str(error))
+        return said, [moved(model, b) for (model, _), b in zip(models, before)]
+
+    first, second = in_world(2, attempt)
+    said, distances = first
+    assert distances[0] <= 8 * (1 + 1e-5)  # eight records of norm 1
+    assert first == second
+    assert [message.count("\n") for message in said] == [0, 0]
+    assert re.sub(r"plan \w{16}", "plan", said[0]) == (
+        "process 1 came to step 1 of private model 2 (plan), the first process to step 1 of private model 1 "
+        "(plan): all processes must step the same models in the same order"
+    )
+    assert "process 1 came to step 1 of private model 1" in said[1]
+
+
+@pytest.mark.fault("ranks apart")
+def test_models_of_equal_plans_and_models_of_two_engines_are_told_apart():
+    def attempt() -> list[str]:
+        (_, one), (_, two) = (
+            two_models((1.0, 1.0)) if rank() < 2 else (*two_models((1.0,)), *two_models((1.0,)))
+        )
+        return refusal(one if rank() == 0 else two)
+
+    assert all("of private model" in said for said in in_world(2, attempt))
+
+
+@pytest.mark.fault("ranks apart")
+def test_a_process_in_another_phase_is_told_apart():
+    def attempt() -> str:
+        (_, step), *_ = two_models((1.0,))
+        return refusal(step if rank() else lambda: refuse_differences({"a": 1}))
+
+    first, second = in_world(2, attempt)
+    assert first == second
+    assert "the first process to a comparison of what the processes were told" in first
+
+
+def test_steps_in_the_same_order_go_on_after_a_refusal():
+    """All refused together, so none of them is ahead of the others."""
+
+    def attempt() -> tuple[str, list[float]]:
+        (a, one), (b, two) = two_models()
+        first = refusal(one if rank() == 0 else two)
+        before = [m.weight.detach().clone() for m in (a, b)]
+        one(), two()
+        return first, [moved(m, w) for m, w in zip((a, b), before)]
+
+    found = in_world(2, attempt)
+    assert found[0] == found[1]
+    assert found[0][1] == pytest.approx([8, 8000], rel=1e-4)
+
+
+@pytest.mark.fault("ranks apart")
+def test_what_one_process_refuses_all_refuse_and_go_on():
+    def attempt() -> tuple[str, bool, float]:
+        (model, step), *_ = two_models((1.0,))
+        try:
+            step() if rank() != 1 else step.__defaults__[1].step()  # no backward
+        except GredpError as error:
+            said, elsewhere = str(error), isinstance(error, Elsewhere)
+        before = model.weight.detach().clone()
+        step()
+        return said, elsewhere, moved(model, before)
+
+    first, second, third = in_world(3, attempt)
+    assert second[0].startswith("optimizer.step() without a new backward pass")
+    assert first[0] == third[0] == f"process 1 refused, and so all do: {second[0]}"
+    assert [found[1] for found in (first, second, third)] == [True, False, True]
+    assert [found[2] for found in (first, second, third)] == pytest.approx([8] * 3, rel=1e-5)
+
+
+@pytest.mark.fault("ranks apart")
+def test_a_process_that_fails_within_an_exchange_joins_no_later_one(monkeypatch):
+    """The others wait for its part of the sum, and must not be given something else."""
+
+    def attempt() -> str:
+        (_, one), (_, two) = two_models((1.0, 1.0))
+        if rank() == 0:
+
+            def fail(*_):
+                raise GredpError("the disk is full")
+
+            monkeypatch.setattr("gredp.privacy.ledger.Ledger.charge", fail)
+            assert refusal(one) == "the disk is full"
+            return refusal(two)
+        return refusal(one)
+
+    first, second = in_world(2, attempt)
+    assert re.sub(r"plan \w{16}", "plan", first) == (
+        "process 0 failed within step 1 of private model 1 (plan) and cannot join the others: all must start "
+        "again"
+    )
+    assert "lost contact" in second
+
+
+def private_over(dataset, workers: int = 0) -> None:
+    model = nn.Linear(3, 2)
+    PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(dataset, batch_size=5, num_workers=workers),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+def forty() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(40, 3, generator=generator), torch.arange(40) % 2)
+
+
+class Views(Dataset):
+    """Random views of records, whose labels stay."""
+
+    def __init__(self, records: Dataset, chance: float = 0.5) -> None:
+        self.records, self.chance = records, chance
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int):
+        x, y = self.records[index]
+        return x.flip(0) if float(torch.rand(())) < self.chance else x, y
+
+
+def split_by(seed: int) -> Subset:
+    """The second of two splits, as `random_split` makes it from the global seed."""
+    torch.manual_seed(seed)
+    return random_split(random_split(forty(), [35, 5])[0], [30, 5])[0]
+
+
+def backwards(reverse: bool) -> Subset | TensorDataset:
+    x, y = forty().tensors
+    return TensorDataset(x.flip(0), y.flip(0)) if reverse else forty()
+
+
+OTHER_RECORDS = {
+    "split": lambda: split_by(rank()),
+    "views of a split": lambda: Views(split_by(rank())),
+    "parts put together": lambda: ConcatDataset([forty(), split_by(rank())]),
+    "another order": lambda: backwards(bool(rank())),
+}
+SAME_RECORDS = {
+    "split": lambda: split_by(0),
+    "views of a split": lambda: Views(split_by(0)),
+    "rare views": lambda: Views(forty(), 0.02),
+    "other rounding": lambda: TensorDataset(forty().tensors[0] * (1 + 1e-7 * rank()), forty().tensors[1]),
+    "strings": lambda: [(f"record {i}", {"y": i, "name": f"{i}"}) for i in range(40)],
+}
+
+
+@pytest.mark.fault("ranks apart")
+def test_records_that_each_process_split_for_itself_are_refused():
+    """A record that is in two processes is clipped in each, and moves the sum by twice the norm."""
+    for make in OTHER_RECORDS.values():
+        first, second = in_world(2, lambda make=make: refusal(lambda: private_over(make())))
+        assert first == second
+        assert first.startswith("process 1 has other records than the first process under the same numbers")
+
+
+@pytest.mark.parametrize("name", SAME_RECORDS)
+def test_the_same_records_are_taken_and_no_random_number_is_lost(name):
+    def attempt() -> bool:
+        dataset = SAME_RECORDS[name]()
+        torch.manual_seed(rank())
+        state = torch.get_rng_state()
+        model = nn.Linear(3, 2)
+        torch.set_rng_state(state)
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(dataset, batch_size=5),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        return torch.equal(state, torch.get_rng_state())
+
+    assert in_world(2, attempt) == [True, True]
+
+
+def test_records_are_compared_in_workers_where_training_reads_in_workers():
+    def attempt() -> str:
+        return refusal(lambda: private_over(backwards(bool(rank())), workers=2))
+
+    assert "other records" in in_world(2, attempt)[0]
 
 
 def test_a_process_that_leaves_is_noticed_in_one_line():

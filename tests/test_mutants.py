@@ -98,10 +98,6 @@ MUTANTS = [
         test_budget.test_a_step_that_would_pass_the_target_is_refused_and_not_charged,
     ),
     Mutant(
-        bugs.freshness_decided_by_each_process,
-        test_distributed.test_the_worst_process_decides_whether_a_batch_is_new,
-    ),
-    Mutant(
         bugs.private_losses_that_decide,
         test_budget.test_a_metric_decides_only_if_no_record_changes_it_or_it_is_declared_public,
     ),
@@ -273,6 +269,18 @@ MUTANTS = [
             mistake, test_distributed.test_without_noise_many_processes_release_what_one_does, (2, "dpsgd")
         )
         for mistake in (bugs.every_process_takes_the_whole_batch, bugs.sums_of_other_processes_left_out)
+    ),
+    Mutant(
+        bugs.freshness_decided_by_each_process,
+        test_distributed.test_the_worst_process_decides_whether_a_batch_is_new,
+    ),
+    Mutant(
+        bugs.exchanges_without_a_tag,
+        test_distributed.test_models_stepped_in_another_order_are_refused_by_all,
+    ),
+    Mutant(
+        bugs.records_of_processes_not_compared,
+        test_distributed.test_records_that_each_process_split_for_itself_are_refused,
     ),
     Mutant(bugs.charges_written_late, in_a_new_folder(paid_before_given)),
     Mutant(

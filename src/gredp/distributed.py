@@ -5,25 +5,43 @@ all processes; the first one alone charges the ledger, on the disk before its pa
 draws the noise and passes the noisy gradient on. So what every process applies is the release that one
 process with all the records would have made, and no process has it before it is charged.
 
+Every exchange begins with the same small all-reduce, which tells what the exchange is for: a step by model,
+number and plan, others by their purpose. Tensors travel only if all processes came to the same one, and a
+process that fails within one joins no later one. So no two processes ever add up, or hand on, different
+things, whatever the order in which their programs step: they are refused in one line, by all of them.
+
 With one process every function here is the identity.
 """
 
+import functools
+import hashlib
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gredp.errors import Elsewhere, GredpError
+from gredp.errors import Elsewhere, GredpError, OutOfStep
+
+T = TypeVar("T")
 
 #: seconds after which a silent process is given up; the first one evaluates and writes while others wait
 TIMEOUT = 300.0
+
+#: larger than any number that processes compare: one of them has refused
+_REFUSED = 2**62
+
+#: the exchange that this process has begun and not finished
+_unfinished = ""
+
+_models = itertools.count(1)
 
 
 def world_size() -> int:
@@ -51,6 +69,7 @@ def process_group() -> Iterator[None]:
         dist.init_process_group("gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise GredpError(f"the processes could not join: {_first_line(error)}") from None
+    finish()
     try:
         yield
     finally:
@@ -62,7 +81,7 @@ def _contact() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise GredpError(
+        raise OutOfStep(
             f"process {dist.get_rank()} of {dist.get_world_size()} lost contact with the others "
             f"({_first_line(error)}): all must start again"
         ) from None
@@ -73,8 +92,97 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\[[^]]*\] *", "", str(error)).partition("\n")[0][:200]
 
 
+def begin(what: str, number: int = 0) -> int:
+    """Begin an exchange; gives the largest of all processes' numbers, if all have come to `what`.
+
+    Otherwise all refuse. One small all-reduce, the same for every purpose: whatever two processes have come
+    to, they meet here. Tensors may travel then, until `finish`; a process that fails before it is out.
+    """
+    global _unfinished
+    if world_size() == 1:
+        return number
+    if _unfinished:
+        raise OutOfStep(
+            f"process {rank()} failed within {_unfinished} and cannot join the others: all must start again"
+        )
+    _unfinished, tag = what, _tag(what)
+    held = torch.tensor([number, tag, -tag], device=_device())
+    with _contact():
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+    most, high, low = held.tolist()
+    if most == _REFUSED:
+        _refuse_too(what if number == _REFUSED else "")
+    elif high != -low:
+        _refuse_apart(what)
+    return most
+
+
+def finish() -> None:
+    """The other end of `begin`."""
+    global _unfinished
+    _unfinished = ""
+
+
+def largest(number: int, what: str) -> int:
+    """The largest of all processes' numbers: an exchange of nothing else."""
+    most = begin(what, number)
+    finish()
+    return most
+
+
+def refused_by_all(action: Callable[..., T]) -> Callable[..., T]:
+    """What one process refuses before an exchange, all refuse: the others would wait for it in vain."""
+
+    @functools.wraps(action)
+    def telling(*args: Any, **kwargs: Any) -> T:
+        try:
+            return action(*args, **kwargs)
+        except (Elsewhere, OutOfStep):
+            raise
+        except GredpError as error:
+            if not _unfinished:
+                with suppress(OutOfStep):
+                    largest(_REFUSED, str(error))
+            raise
+
+    return telling
+
+
+def _refuse_too(reason: str) -> None:
+    """One or more have refused; who has, gives its reason and goes on to raise it."""
+    reasons = _from_all(reason)
+    finish()
+    if not reason:
+        first = next(i for i, other in enumerate(reasons) if other)
+        raise Elsewhere(f"process {first} refused, and so all do: {reasons[first]}")
+
+
+def _refuse_apart(what: str) -> None:
+    places = _from_all(what)
+    finish()
+    other = next(i for i, place in enumerate(places) if place != places[0])
+    raise OutOfStep(
+        f"process {other} came to {places[other]}, the first process to {places[0]}: all processes must step "
+        "the same models in the same order"
+    )
+
+
+def _tag(what: str) -> int:
+    return int.from_bytes(hashlib.sha256(what.encode()).digest()[:7])
+
+
+def _from_all(text: str, width: int = 400) -> list[str]:
+    """What each process has to say, cut to `width` bytes."""
+    held = torch.frombuffer(bytearray(text.encode()[:width].ljust(width)), dtype=torch.uint8).to(_device())
+    all_held = [torch.empty_like(held) for _ in range(world_size())]
+    with _contact():
+        dist.all_gather(all_held, held)
+    return [bytes(each.tolist()).decode(errors="ignore").rstrip() for each in all_held]
+
+
 def _together(tensors: Mapping[str, Tensor], collective: Callable[[Tensor], Any]) -> dict[str, Tensor]:
     """A collective on all tensors of a type at once, since each call costs a round trip."""
+    assert _unfinished, "tensors travel within an exchange that all processes have agreed on"
     done: dict[str, Tensor] = {}
     for dtype in sorted({t.dtype for t in tensors.values()}, key=str):
         names = sorted(name for name, t in tensors.items() if t.dtype == dtype)
@@ -96,17 +204,7 @@ def pass_on(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(tensors) if world_size() == 1 else _together(tensors, lambda flat: dist.broadcast(flat, 0))
 
 
-def largest(number: int) -> int:
-    """The largest of all processes' numbers."""
-    if world_size() == 1:
-        return number
-    held = torch.tensor(number, device=_device())
-    with _contact():
-        dist.all_reduce(held, dist.ReduceOp.MAX)
-    return int(held)
-
-
-def from_first(action: Callable[[], tuple[Any, bytes]]) -> tuple[Any, bytes]:
+def from_first(action: Callable[[], tuple[Any, bytes]], what: str) -> tuple[Any, bytes]:
     """What `action` gives in the first process, the only one to call it: (JSON, bytes), or its error."""
     if world_size() == 1:
         return action()
@@ -117,23 +215,32 @@ def from_first(action: Callable[[], tuple[Any, bytes]]) -> tuple[Any, bytes]:
         except GredpError as caught:
             error = caught
     head = json.dumps([value, len(content), None if error is None else str(error)]).encode()
-    length = largest(len(head) if rank() == 0 else 0)
+    length = begin(what, len(head) if rank() == 0 else 0)
     value, size, message = json.loads(_bytes_from_first(head, length))
+    content = _bytes_from_first(content, size)
+    finish()
     if error is not None:
         raise error
     if message is not None:
         raise Elsewhere(message)
-    return value, _bytes_from_first(content, size)
+    return value, content
 
 
 def _bytes_from_first(content: bytes, size: int) -> bytes:
     """Bytes and not objects, which would travel as pickles."""
+    if not size:
+        return b""
     held = torch.zeros(size, dtype=torch.uint8, device=_device())
-    if rank() == 0 and size:
+    if rank() == 0:
         held.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     with _contact():
         dist.broadcast(held, 0)
     return held.cpu().numpy().tobytes()
+
+
+def model_number() -> int:
+    """A number for one more private model, the same in all processes."""
+    return from_first(lambda: (next(_models), b""), "make_private")[0]
 
 
 def _device() -> torch.device:
@@ -146,9 +253,10 @@ def refuse_differences(facts: Mapping[str, Any]) -> None:
     if world_size() == 1:
         return
     own = json.loads(json.dumps(facts))
-    first, _ = from_first(lambda: (own, b""))
+    what = "a comparison of what the processes were told"
+    first, _ = from_first(lambda: (own, b""), what)
     key = next((k for k in {**first, **own} if first.get(k) != own.get(k)), None)
-    differing = largest(rank() if key is not None else 0)
+    differing = largest(rank() if key is not None else 0, what)
     if key is not None:
         there, here = (json.dumps(x.get(key))[:200] for x in (first, own))
         raise GredpError(f"process {rank()} has another {key} ({here}) than the first process ({there})")
@@ -162,9 +270,11 @@ def share_weights(module: nn.Module) -> None:
         return
     state = {name: t for name, t in module.state_dict().items() if t.numel()}
     refuse_differences({"shape of " + name: [*t.shape, str(t.dtype)] for name, t in state.items()})
+    begin("the first weights")
     with torch.no_grad():
         for name, value in pass_on(state).items():
             state[name].copy_(value)
+    finish()
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from gredp.distributed import from_first, rank, refuse_differences, share_weights
+from gredp.distributed import from_first, model_number, rank, refuse_differences, share_weights
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
@@ -38,6 +38,7 @@ from gredp.sampling import (
     PoissonBatchSampler,
     poisson_loader,
 )
+from gredp.sampling.same_records import refuse_other_records
 from gredp.summary import Summary, guarantee_rows, html_table, summarise
 from gredp.training.average import WeightAverage, check_decay
 from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
@@ -196,6 +197,9 @@ class PrivacyEngine:
         if split is not None:
             sampler.handed.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
+        private.private_step.number = number = model_number()
+        key = bytes(self.secret.keystream(32, "same records", number)[:32])
+        refuse_other_records(loader, key)
         share_weights(module)
         capture.state.remember()
         if ema:
@@ -203,7 +207,7 @@ class PrivacyEngine:
         self._optimizer, self.requested_multiplier = private, noise_multiplier
         self._loader = loader
         if split is not None:
-            self._use_split(from_first(lambda: (None, split.key))[1])
+            self._use_split(from_first(lambda: (None, split.key), "the split of the records")[1])
         if grad_sample_mode == "ghost":
             return module, private, criterion, loader
         return module, private, loader
@@ -383,7 +387,7 @@ class PrivacyEngine:
             )
         held: list[RunFolder] = []
         try:
-            facts, tensors = from_first(lambda: _open(Path(path), held))
+            facts, tensors = from_first(lambda: _open(Path(path), held), "the run to load")
             progress = restore(Checkpoint(tensors, facts["checkpoint"]), module, optimizer)
             self._go_on_with_split(facts)
             if held:
@@ -419,7 +423,7 @@ class PrivacyEngine:
             raise GredpError("fork a run before make_private, with a new engine")
         held: list[RunFolder] = []
         try:
-            facts, tensors = from_first(lambda: _open(Path(path), held))
+            facts, tensors = from_first(lambda: _open(Path(path), held), "the run to fork")
         finally:
             for parent in held:
                 parent.close()

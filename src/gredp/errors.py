@@ -7,3 +7,7 @@ class GredpError(ValueError):
 
 class Elsewhere(GredpError):
     """Another process failed, and says so itself."""
+
+
+class OutOfStep(GredpError):
+    """The processes have lost each other, or came to different places; each of them knows."""

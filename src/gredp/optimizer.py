@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from gredp.distributed import largest, world_size
+from gredp.distributed import refused_by_all, world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.rules import exact
@@ -189,6 +189,7 @@ class PrivateOptimizer(Optimizer):
         self._skip = False
         return unfinished
 
+    @refused_by_all
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
@@ -305,13 +306,14 @@ class PrivateOptimizer(Optimizer):
     def _charge(self, factor: float, draw: Draw | None) -> None:
         certificate, rate = self._certified[factor], self.sample_rate
         # Of several processes the worst decides: the sum is that of all their batches.
-        if largest(int(rate < 1 and draw is not None and draw.used)):
+        stale = rate < 1 and draw is not None and draw.used
+        if self.private_step.agree(self.ledger.steps + 1, stale, self._scaled[factor]):
             # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
             # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
             warnings.warn(
                 "a step on a batch that was stepped with before is charged without amplification by "
                 "sampling, at rate 1: take a new batch from the loader for each step",
-                stacklevel=4,
+                stacklevel=5,
             )
             rate = 1.0
         if draw is not None:

@@ -74,6 +74,10 @@ CASES: dict[str, tuple[str, str]] = {
         "one of several processes killed, stopped (SIGSTOP) or told to end, at each point of a step",
         "all end within the timeout; charged before released; only the first writes; goes on",
     ),
+    "ranks apart": (
+        "a process steps an old batch, another model, without a backward, or holds other records",
+        "the worst decides what all charge, or all refuse in one line before a sum leaves its process",
+    ),
     "secret": ("every file of a run searched for the secret and each key", "not found"),
     "noise reuse": ("draws of all steps, blocks and starts under one seed", "all different"),
 }

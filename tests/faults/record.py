@@ -71,6 +71,8 @@ From Python, `engine.save(path, progress)` makes the folder and from then on cha
   folder and its key test whether a guessed data set is the one; a file's size, if compressed, and its time
   tell less but tell something, and change when a file is merely copied. If the data do change, ε holds for
   every record that was ever used: it is charged for all steps.
+- **A few other records in another process.** Processes compare index sets and 16 records, by digests under
+  a key that is drawn for it and written nowhere. Another order or split shows, a single record does not.
 - **A disk that lies** about having stored what it was told to.
 
 ## Random numbers

@@ -476,6 +476,27 @@ def every_process_takes_the_whole_batch(patch: Patch) -> None:
     patch.setattr(sampling.samplers, "world_size", lambda: 1)
 
 
+def freshness_decided_by_each_process(patch: Patch) -> None:
+    """The first one's batch is new, and it alone charges on the disk."""
+    honest = step.PrivateStep.agree
+
+    def alone(self, number, stale, plan):
+        honest(self, number, stale, plan)
+        return stale
+
+    patch.setattr(step.PrivateStep, "agree", alone)
+
+
+def exchanges_without_a_tag(patch: Patch) -> None:
+    """The sums of two models with other clipping norms are added up."""
+    patch.setattr(distributed, "_tag", lambda what: 0)
+
+
+def records_of_processes_not_compared(patch: Patch) -> None:
+    """A record may be in two of them, and is clipped in each."""
+    patch.setattr(engine, "refuse_other_records", lambda loader, key: None)
+
+
 def sums_of_other_processes_left_out(patch: Patch) -> None:
     patch.setattr(summation, "add_up", dict)
 
@@ -623,11 +644,6 @@ def every_step_charged_as_a_new_draw(patch: Patch) -> None:
 def a_target_that_nobody_keeps(patch: Patch) -> None:
     """Every step is charged honestly, and the run goes on past the end that it promised."""
     patch.setattr(ledger.Ledger, "ceiling", property(lambda self: None, lambda *_: None))
-
-
-def freshness_decided_by_each_process(patch: Patch) -> None:
-    """The first one's batch is new, and it alone charges on the disk."""
-    patch.setattr(optimizer, "largest", lambda number: number)
 
 
 def private_losses_that_decide(patch: Patch) -> None:

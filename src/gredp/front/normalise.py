@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gredp.data.datasets import Stored
-from gredp.distributed import add_up, pass_on, rank, world_size
+from gredp.distributed import add_up, begin, finish, pass_on, rank, world_size
 from gredp.engine import PrivacyEngine
 from gredp.gradient.noise import SecretSource
 from gredp.privacy.certificate import Certificate, Release
@@ -81,6 +81,7 @@ def release(engine: PrivacyEngine, x: "Tensor | Stored", query: Certificate) -> 
     own = torch.arange(rank(), len(x), world_size())
     for part in own.split(256):
         total += contributions(x[part.tolist()]).sum(0)
+    begin("the statistics of the records")
     engine.ledger.charge(query, sample_rate=1.0)
     engine.ledger.inherited = engine.ledger.steps  # it comes before the run's own steps
     total = add_up({"sum": total})["sum"]
@@ -88,4 +89,6 @@ def release(engine: PrivacyEngine, x: "Tensor | Stored", query: Certificate) -> 
         source = SecretSource(engine.secret)
         source.begin(engine.ledger.steps)
         total = total + query.releases[0].noise_std * source.normal((2 * channels,), total)
-    return pass_on({"sum": total})["sum"]
+    total = pass_on({"sum": total})["sum"]
+    finish()
+    return total

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gredp.distributed import pass_on, rank
+from gredp.distributed import begin, finish, pass_on, rank
 from gredp.gradient.clip import clip
 from gredp.gradient.correlated import CorrelatedSource
 from gredp.gradient.inverse import invert
@@ -34,6 +34,8 @@ class PrivateStep:
             LearnedShape(plan.shaping, self.views, expected_batch_size) if plan.shaping is not None else None
         )
         self._bounded = BoundedSum(plan, self.views)
+        #: by which processes tell the private models apart
+        self.number = 0
 
     @property
     def squared_weights(self) -> dict[str, Tensor]:
@@ -48,6 +50,15 @@ class PrivateStep:
         """Clip one physical batch and add it to the sum."""
         with torch.no_grad():
             self._bounded.add(clip(spectra, self.plan, self.views, self.squared_weights))
+
+    def agree(self, step: int, stale: bool, plan: StepPlan) -> bool:
+        """Whether the batch of any process is stale. `release` must follow, or this process is out.
+
+        Refused by all, before any sum leaves its process, where one of them steps another model, is at
+        another step of the ledger or has another plan.
+        """
+        what = f"step {step} of private model {self.number} (plan {plan.digest})"
+        return bool(begin(what, int(stale)))
 
     def release(
         self, parameters: Mapping[str, Tensor], step: int, plan: StepPlan | None = None
@@ -68,6 +79,7 @@ class PrivateStep:
             if self.shape is not None and shares is not None:
                 self.shape.learn(shares, self._bounded.plan.energy_std)
             self.discard()
+        finish()
         return released
 
     def _noised(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:

@@ -4,10 +4,12 @@ Because the certificate is computed from the very fields that the gradient stage
 that is drawn and the noise that is accounted for cannot drift apart.
 """
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError
@@ -92,6 +94,11 @@ class StepPlan:
     shaping: Shaping | None = None
     energy_std: float = 0.0
     correlation: tuple[float, ...] = (1.0,)
+
+    @cached_property
+    def digest(self) -> str:
+        """By which processes tell plans apart."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def certificate(self) -> Certificate:
         """K and Σ of this step, hence its multiplier.

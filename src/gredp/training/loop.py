@@ -101,7 +101,7 @@ class Session:
 
     def stop_if_told(self) -> None:
         """Leave, if a signal has come to any process, with everything saved."""
-        number = largest(self.signal.number or 0)
+        number = largest(self.signal.number or 0, f"the signals after step {self.charged}")
         if number:
             self.save()
             where = f" after {self.charged} of {self.steps} steps; go on with: gredp train --resume"
@@ -140,7 +140,7 @@ def _train(
         session = begin(settings, data, front, engine)
         session.progress = progress
         tracked, record = Several(trackers), dict[str, Any]()
-        from_first(lambda: _start(session, tracked))
+        from_first(lambda: _start(session, tracked), "the start of the run")
         try:
             with handled_by(session.signal):
                 _epochs(session, tracked)
@@ -179,7 +179,7 @@ def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: P
         session = _session(settings, folder, data, front, engine, target)
     if weights is not None:
         load_weights(session.model, weights)
-    engine.secret.incarnation, _ = from_first(lambda: _found(session))
+    engine.secret.incarnation, _ = from_first(lambda: _found(session), "the folder of the run")
     return session
 
 
