@@ -25,6 +25,7 @@ import test_batch_dimension
 import test_budget
 import test_clipped_sum
 import test_layer_laws as layer_laws
+import test_loss_distribution
 import test_mechanism_laws as laws
 import test_normalise
 import test_ranks
@@ -135,6 +136,10 @@ MUTANTS = [
         bugs.views_of_a_record_torn_apart,
         test_views.test_the_views_of_a_record_stay_together_in_physical_batches,
         (7,),
+    ),
+    Mutant(
+        bugs.losses_composed_by_a_plain_transform,
+        test_loss_distribution.test_the_rounding_of_ten_thousand_steps_takes_nothing_from_epsilon,
     ),
     Mutant(
         bugs.a_schedule_that_is_charged_and_not_drawn,

@@ -264,6 +264,23 @@ def accountant_fed_another_sigma(patch: Patch) -> None:
     patch.setattr(ledger.Ledger, "charge", flattering)
 
 
+def losses_composed_by_a_plain_transform(patch: Patch) -> None:
+    """Its rounding, 1e-13 of the whole mass, is taken for nothing beside δ."""
+
+    def plain(spent, delta, scale):
+        from dp_accounting import dp_event, pld
+
+        width = 2.0 ** math.floor(math.log2(max(scale * 1e-4, 1e-7)))
+        composed = pld.PLDAccountant(value_discretization_interval=width)
+        for z, q, n in spent:
+            step = dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z))
+            composed.compose(dp_event.SelfComposedDpEvent(step, n))
+        return float(composed.get_epsilon(delta))
+
+    patch.setattr(accountant, "_pld_epsilon", plain)
+    patch.setattr(accountant, "_epsilon", accountant._epsilon.__wrapped__)  # which remembers nothing
+
+
 def charged_after_the_update(patch: Patch) -> None:
     honest = ledger.Ledger.charge
     patch.setattr(

@@ -24,6 +24,7 @@ from gredp.audit.victims import EngineStep, claimed_entry
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.privacy import ledger as ledger_
+from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
@@ -202,6 +203,12 @@ def calibration() -> Verdict:
             _released(model, optimizer, x)
     spent = engine.get_epsilon(1e-5)
     return None if spent <= 2 else f"a run for ε = 2 spends {spent:.5f}"
+
+
+def small_delta() -> Verdict:
+    """At a δ near rounding, ε at a rate just below 1 is not less than by the closed form at rate 1."""
+    nearly, exact = (epsilon([Entry(100.0, rate, 10_000)], 1e-14) for rate in (1 - 1e-15, 1.0))
+    return None if nearly > exact - 1e-6 else f"ε = {nearly:.4f} at δ = 1e-14, and {exact:.4f} was spent"
 
 
 def replay() -> Verdict:

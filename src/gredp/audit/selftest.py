@@ -59,6 +59,7 @@ SELF_TEST = [
     Planted(bugs.noise_for_each_micro_batch, checks.physical_batches),
     Planted(bugs.charged_after_the_update, checks.charge_order),
     Planted(bugs.calibration_from_the_wrong_side, checks.calibration),
+    Planted(bugs.losses_composed_by_a_plain_transform, checks.small_delta),
     Planted(bugs.noise_from_the_global_seed, checks.replay),
     Planted(bugs.noise_repeated_after_a_restart, checks.replay),
     Planted(bugs.weights_learned_before_the_release, checks.shape),

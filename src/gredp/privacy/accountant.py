@@ -1,4 +1,4 @@
-"""Adapter of `dp-accounting`: entries of a ledger → ε at a δ. Both accountants are upper bounds.
+"""Entries of a ledger → ε at a δ. Both accountants are upper bounds, in floating point too.
 
 Formal guarantee. If every charged step is a Poisson-subsampled Gaussian mechanism at the entry's
 rate and multiplier, their adaptive composition is (ε, δ)-DP for adding or removing one record. Steps with
@@ -9,7 +9,13 @@ correlated noise count as the mechanisms that one record can take part in (docs/
 | nothing charged | 0 |
 | a multiplier of 0 | ∞ |
 | every rate 1 | the closed form of the Gaussian mechanism ("pld") |
-| otherwise | Rényi orders ("rdp"), privacy-loss distributions ("pld") |
+| otherwise | Rényi orders ("rdp"); the smaller of these and privacy-loss distributions ("pld") |
+
+Error bound. Whatever rounding may have taken from a result is added to it. `_divergences` states the
+allowance of Rényi orders, which are dp-accounting's; `loss_distribution` states that of loss distributions
+(their profile, their masses, the Fourier transform that adds them up) and counts it against δ: ε is the least
+with δ(ε) + allowance ≤ δ. For up to 10⁶ steps and δ ≥ 1e-9 it moves ε by less than 1e-5 of itself; for less
+it may be some percent where rare large losses prevail (a rate of 1e-4 at z = 1).
 """
 
 import math
@@ -17,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from gredp.errors import GredpError
 from gredp.privacy.ledger import Entry, Ledger, mechanisms
@@ -73,12 +79,10 @@ def deltas(
     if accountant == "pld" and all(q == 1 for _, q, _ in spent):
         mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
         return [_gaussian_delta(mu, eps) for eps in epsilons]
-    from dp_accounting import pld, rdp
-
-    kind: Any = rdp.RdpAccountant(ORDERS) if accountant == "rdp" else None
-    with _quiet():
-        composed = _compose(kind or pld.PLDAccountant(value_discretization_interval=1e-3), spent)
-        return [float(composed.get_delta(eps)) for eps in epsilons]
+    if accountant == "pld":
+        return _pld_deltas(spent, epsilons)
+    divergences = _divergences(spent)
+    return [_rdp_delta(divergences, eps) for eps in epsilons]
 
 
 @lru_cache(maxsize=4096)
@@ -98,10 +102,9 @@ def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accounta
 
 
 def _gaussian_delta(mu: float, eps: float) -> float:
-    """The exact profile of a Gaussian mechanism with sensitivity μ."""
-    from scipy.stats import norm
+    from gredp.privacy.loss_distribution import gaussian_delta
 
-    return float(norm.cdf(mu / 2 - eps / mu) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu)))
+    return float(gaussian_delta(mu, eps))
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -118,33 +121,64 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     return root + 1e-9 * (1 + root)
 
 
-def _compose(accountant: Any, spent: tuple[tuple[float, float, int], ...]) -> Any:
-    from dp_accounting import dp_event
-
-    for z, q, n in spent:
-        event = dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z))
-        accountant.compose(dp_event.SelfComposedDpEvent(event, n))
-    return accountant
-
-
 def _rdp_epsilon(spent: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    from dp_accounting import rdp
+    """The least over the orders of Proposition 12 of Canonne et al. 2020; 0 where δ² ≥ 1 − e^−KL."""
 
+    def at(order: float, divergence: float) -> float:
+        if delta**2 + math.expm1(-divergence) > 0:
+            return 0.0
+        return divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+
+    return max(0.0, min(at(*pair) for pair in _divergences(spent)))
+
+
+def _rdp_delta(divergences: list[tuple[float, float]], eps: float) -> float:
+    def at(order: float, divergence: float) -> float:
+        exponent = (order - 1) * (divergence - eps + math.log1p(-1 / order)) - math.log(order)
+        return min(math.sqrt(-math.expm1(-divergence)), math.exp(min(exponent, 0)))
+
+    return min(at(*pair) for pair in divergences)
+
+
+def _divergences(spent: tuple[tuple[float, float, int], ...]) -> list[tuple[float, float]]:
+    """(order, Rényi divergence of all steps), never below the exact ones.
+
+    dp-accounting takes the logarithm of a sum that is 1 but for what was spent: divergences near 1e-16 come
+    out as rounding, and negative ones it counts as ε = 0. The allowance: logarithms of binomials and powers,
+    whose sizes are known, each off by a few units in the last place, and 1e-12 for the series of orders that
+    are not whole, which it ends at e^−30 of its sum.
+    """
+    from dp_accounting import dp_event, rdp
+
+    accountant = rdp.RdpAccountant(ORDERS)
+    slack = [0.0] * len(ORDERS)
     with _quiet():
-        return float(_compose(rdp.RdpAccountant(ORDERS), spent).get_epsilon(delta))
+        for z, q, n in spent:
+            event = dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z))
+            accountant.compose(dp_event.SelfComposedDpEvent(event, n))
+            for i, order in enumerate(ORDERS if q < 1 else ()):
+                sizes = 8 + math.lgamma(order + 2) - order * math.log(q) - order * math.log1p(-q)
+                series = 0.0 if order == int(order) else 1e-12
+                slack[i] += n * (8 * sizes * 2.0**-53 + series) / (order - 1)
+    return [(a, max(0.0, float(r)) + s) for a, r, s in zip(ORDERS, accountant.rdp, slack)]
 
 
 def _pld_epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, scale: float) -> float:
-    from dp_accounting import pld
+    from gredp.privacy.loss_distribution import Losses
 
     # The rounding of losses is pessimistic at any width, so the width is a matter of cost alone:
     # relative to ε (in powers of two, so that neighbouring calls share it) it keeps the work bounded
     # for a huge ε and the bound tight for a tiny one.
     width = 2.0 ** math.floor(math.log2(max(scale * 1e-4, 1e-7)))
-    with _quiet():
-        return float(
-            _compose(pld.PLDAccountant(value_discretization_interval=width), spent).get_epsilon(delta)
-        )
+    log_tail = math.log(delta) - math.log(sum(n for _, _, n in spent)) - 20
+    return max(Losses(spent, width, log_tail, adding).epsilon(delta) for adding in (False, True))
+
+
+def _pld_deltas(spent: tuple[tuple[float, float, int], ...], epsilons: list[float]) -> list[float]:
+    from gredp.privacy.loss_distribution import Losses
+
+    both = [Losses(spent, 1e-3, -100.0, adding) for adding in (False, True)]
+    return [max(found) for found in zip(*(losses.curve(epsilons) for losses in both))]
 
 
 @contextmanager
