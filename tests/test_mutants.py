@@ -307,6 +307,10 @@ MUTANTS = [
         test_turns.test_after_every_step_no_record_has_had_more_turns_than_are_charged,
         (4,),
     ),
+    Mutant(
+        bugs.kinds_of_steps_mixed_in_a_split,
+        test_turns.test_the_rates_of_one_split_cannot_be_dealt_to_one_part,
+    ),
     Mutant(bugs.splits_counted_as_one, in_a_new_folder(test_cyclic.test_a_fork_pays_for_its_own_turns)),
     *(
         Mutant(

@@ -1,7 +1,8 @@
 """What steps with correlated noise cost: as many mechanisms as one record can take part in, never fewer."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from gredp.privacy.certificate import Certificate, Release
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.ledger_file import LedgerFile, read_ledger
 from gredp.privacy.quote import quote
+from gredp.sealed import seal
 
 DELTA = 1e-5
 ONE = Certificate((Release("r", 1.0, 1.0),))
@@ -51,9 +53,73 @@ def test_steps_of_one_split_are_counted_together_and_those_of_two_apart():
     assert ledger.steps == 4
 
 
-def test_another_multiplier_within_a_split_is_never_counted_short():
-    mixed = [turns(1), turns(1, z=2.0), turns(1)]
-    assert sorted((e.noise_multiplier, e.steps) for e in ledger_.mechanisms(mixed)) == [(1.0, 1), (2.0, 1)]
+#: what may not follow `turns(1)` in its split
+OTHERS = {
+    "rate": turns(1, rate=0.1),
+    "multiplier": turns(1, z=2.0),
+    "bands": turns(1, bands=2),
+    "claim": replace(turns(1), claimed_multiplier=4.0),
+}
+
+
+def sealed_ledger(path: Path, lines: list[dict]) -> Path:
+    """With every seal made right, as someone would who knows the format."""
+    text = mark = ""
+    for line in lines:
+        sealed, mark = seal(json.dumps(line), mark)
+        text += sealed
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_split_has_one_kind_of_step(tmp_path, other):
+    """Steps of another kind may all fall to one part, so that ⌈n/b⌉ of them are too few."""
+    step, another = turns(1), OTHERS[other]
+    words = "a split of the records has one multiplier, rate and number of bands"
+    ledger = Ledger()
+    file = LedgerFile.create(tmp_path / "ledger")
+    ledger.keep_in(file)
+    ledger.charge(ONE, 0.2, None, 4, "a")
+    before = (tmp_path / "ledger").read_bytes()
+    certificate = Certificate((Release("r", 1.0, another.noise_multiplier),))
+    charge = (certificate, another.sample_rate, another.claimed_multiplier, another.bands, "a")
+    for refused in (
+        lambda: ledger.charge(*charge),
+        lambda: file.append(another),
+        lambda: Ledger((step, another)),
+        lambda: Ledger().begin_with([step, another]),
+        lambda: ledger_.mechanisms([step, Entry(1.0, 0.5, 3), another]),
+        lambda: epsilon([step, another], DELTA),
+    ):
+        with pytest.raises(GredpError, match=words):
+            refused()
+    assert ledger.entries == (step,)
+    assert (tmp_path / "ledger").read_bytes() == before
+    ledger.charge(ONE, 0.2, None, 4, "a")  # and the file was not closed by any of it
+    file.close()
+
+    first = {"line": "open", "format": "gredp-ledger", "version": 1}
+    rows = [{**asdict(entry), "steps": 1} for entry in (step, another)]
+    inherited = [{**first, "inherited": rows}]
+    later = [
+        {**first, "inherited": []},
+        *(line for n, row in enumerate(rows, 1) for line in ({"line": "cost", "entry": row}, _step(n))),
+    ]
+    for lines in (inherited, later):
+        with pytest.raises(GredpError, match=f"is damaged at line .: {words}"):
+            read_ledger(sealed_ledger(tmp_path / "crafted", lines))
+
+
+def _step(number: int) -> dict:
+    return {"line": "step", "step": number}
+
+
+def test_the_rates_of_one_split_cannot_be_dealt_to_one_part():
+    """Part 0 at rate 1, the others at 0.01: counted kind by kind 20.2, and 52.8 is what part 0 pays."""
+    dealt = [turns(1, rate=1.0, z=0.5), turns(3, rate=0.01, z=0.5)] * 12
+    with pytest.raises(GredpError, match="one multiplier, rate and number of bands"):
+        epsilon(dealt, DELTA)
 
 
 def test_entries_without_bands_are_what_they_were():

@@ -617,6 +617,12 @@ def splits_counted_as_one(patch: Patch) -> None:
     patch.setattr(accountant, "mechanisms", together)
 
 
+def kinds_of_steps_mixed_in_a_split(patch: Patch) -> None:
+    """Each kind is counted as ⌈n/b⌉ turns, and all n may have been those of one part."""
+    for module in (ledger, ledger_file):
+        patch.setattr(module, "one_kind", lambda entries, step: None)
+
+
 def another_split_after_a_restart(patch: Patch) -> None:
     """A record that has just had its turn may have it again."""
 

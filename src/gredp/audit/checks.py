@@ -393,6 +393,9 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a parameter unfrozen after make_private": _unfrozen,
     "a foreign parameter in the optimizer": _foreign,
     "a batch out of turn under correlated noise": _out_of_turn,
+    "two rates in one split": lambda x: ledger_.mechanisms(
+        [ledger_.Entry(1.0, rate, 1, None, BANDS, "a") for rate in (1.0, 0.01)]
+    ),
     "a step past the target of an adapter": _past_the_target,
     "a training loss that decides": lambda x: refuse_private_metric("EarlyStopping", "train_loss", ()),
     "more inputs than records": _rows,

@@ -21,7 +21,7 @@ class Entry:
 
     With noise correlated over `bands` steps the records are split into as many parts that take turns, and
     `sample_rate` is that of the part whose turn it is. `split` is the name of the split: each has turns of
-    its own. The steps are then ⌈steps/bands⌉ such mechanisms (`mechanisms`).
+    its own. The steps are then ⌈steps/bands⌉ such mechanisms (`mechanisms`), all of them alike (`one_kind`).
     """
 
     noise_multiplier: float
@@ -45,15 +45,38 @@ class Entry:
             raise GredpError(f"{self.bands} bands go with a split by name, not with {self.split!r}")
 
 
+def one_kind(entries: Iterable[Entry], step: Entry) -> None:
+    """Reject `step` if its split was charged with anything else before: multiplier, rate, bands or claim.
+
+    `mechanisms` counts ⌈t/b⌉ turns of t steps, which is true of all steps of a split together and of no kind
+    among them: whichever steps cost more may all fall to one part. And a multiplier cannot change at all,
+    since the noise of a step is taken back in the b − 1 steps behind it. So a split has one kind of step,
+    and whoever wants another one makes another split.
+    """
+    for entry in entries:
+        if entry.split and entry.split == step.split and replace(entry, steps=step.steps) != step:
+            was, now = (
+                f"z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g} with {e.bands} bands"
+                for e in (entry, step)
+            )
+            raise GredpError(
+                f"a split of the records has one multiplier, rate and number of bands: {was} is charged to "
+                f"it, {now} cannot be; fork the run, which splits the records anew"
+            )
+
+
 def mechanisms(entries: Iterable[Entry]) -> list[Entry]:
     """The same spending in entries without bands: as many mechanisms as one record can take part in.
 
     Steps of one split are counted together wherever they stand, and rounded up: after t steps the part that
-    came first has had ⌈t/b⌉ turns. Steps of two splits are not, since a record may come first in both.
+    came first has had ⌈t/b⌉ turns. Steps of two splits are not, since a record may come first in both. Two
+    kinds of steps in one split are rejected (`one_kind`), wherever the entries come from.
     """
     steps: dict[Entry, int] = {}
     for entry in entries:
         kind = replace(entry, steps=0)
+        if entry.split and kind not in steps:
+            one_kind(steps, kind)
         steps[kind] = steps.get(kind, 0) + entry.steps
     return [replace(kind, steps=-(-n // kind.bands), bands=1, split="") for kind, n in steps.items()]
 
@@ -73,6 +96,7 @@ class Ledger:
     """
 
     def __init__(self, entries: tuple[Entry, ...] = ()) -> None:
+        mechanisms(entries)  # rejects what cannot be composed
         self._entries: list[Entry] = list(entries)
         self.file: LedgerFile | None = None
         #: asked before each charge; raises to refuse it
@@ -86,7 +110,7 @@ class Ledger:
             raise GredpError(
                 f"{self.steps} steps are charged already: only an empty ledger can take over others"
             )
-        self._entries = list(entries)
+        self._entries = list(Ledger(tuple(entries)).entries)
         self.inherited = self.steps if inherited is None else inherited
 
     def keep_in(self, file: "LedgerFile") -> None:
@@ -116,6 +140,7 @@ class Ledger:
     ) -> None:
         """Record one step. Checked whole before anything changes."""
         entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier, bands, split)
+        one_kind(self._entries, entry)
         if self.ceiling is not None:
             self.ceiling(entry)
         if self.file is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gredp.errors import GredpError
-from gredp.privacy.ledger import Entry, Ledger, merged
+from gredp.privacy.ledger import Entry, Ledger, merged, one_kind
 from gredp.sealed import Damaged, cannot, one_line, read, seal, unseal, write
 
 FORMAT, VERSION = "gredp-ledger", 1
@@ -53,7 +53,9 @@ class Written:
         elif kind == "start":
             self.incarnations += 1
         elif kind == "cost":
-            self.cost = Entry(**line["entry"])
+            cost = Entry(**line["entry"])
+            one_kind(self.entries, cost)
+            self.cost = cost
         elif kind == "step" and self.cost is not None and line["step"] == self.steps + 1:
             self.charge()
         else:
@@ -128,6 +130,7 @@ class LedgerFile:
     def append(self, entry: Entry) -> None:
         """Charge one step; on the disk when this returns."""
         cost = replace(entry, steps=1)
+        one_kind(self.written.entries, cost)
         if cost != self.written.cost:
             self._write({"line": "cost", "entry": asdict(cost)})
         self._write({"line": "step", "step": self.written.steps + 1})
