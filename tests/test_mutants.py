@@ -29,6 +29,7 @@ import test_loss_distribution
 import test_mechanism_laws as laws
 import test_normalise
 import test_ranks
+import test_reduction
 import test_rounding
 import test_runs
 import test_schedule
@@ -207,6 +208,15 @@ MUTANTS = [
         bugs.coincidences_taken_for_records,
         test_batch_dimension.test_a_coincidence_of_sizes_is_refused_by_name_before_anything_is_charged,
         (test_batch_dimension.Broadcast, "places", {}),
+    ),
+    Mutant(
+        bugs.reductions_taken_at_their_word,
+        test_reduction.test_one_record_moves_the_sum_by_at_most_the_clip_norm_whatever_the_loss_is_said_to_be,
+    ),
+    Mutant(
+        bugs.only_plain_reductions_checked,
+        test_reduction.test_any_loss_is_known_by_how_gradients_follow_the_size_of_batches,
+        ("mean",),
     ),
     Mutant(
         bugs.gradients_outside_their_layer_let_through,

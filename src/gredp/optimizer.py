@@ -196,8 +196,6 @@ class PrivateOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_strangers()
-        if not self._skip:
-            self.capture.state.refuse_changes()
         if world_size() != self._processes:
             raise GredpError(
                 f"{world_size()} processes, but {self._processes} when the model was made private: "
@@ -212,6 +210,10 @@ class PrivateOptimizer(Optimizer):
             )
         try:
             draw, last = self._draw_of(spectra.batch, inputs)
+            if last:
+                self.capture.state.refuse_changes()
+                if draw is not None and not self.private_step.accumulated:
+                    self.capture.reduction.compare()
             with exact(next(iter(self._parameters.values())).device):
                 self.private_step.accumulate(spectra)
                 if not last:

@@ -77,6 +77,18 @@ def private(**settings) -> PrivacyCallback:
 
 
 @pytest.mark.parametrize("size", [None, 5])
+def test_a_summed_loss_that_is_said_to_be_a_mean_is_refused(size):
+    class Summed(Classifier):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")}
+
+    callback = private(max_physical_batch_size=size)
+    with pytest.raises(GredpError, match=r"the loss is a sum over records, but loss_reduction is 'mean'"):
+        fit(Summed(), callback)
+    assert callback.engine.ledger.steps == 0
+
+
+@pytest.mark.parametrize("size", [None, 5])
 def test_the_released_sum_is_the_oracles(size):
     """No noise, every record in the batch: each counts by at most the clipping norm."""
     module, data, clip = Classifier(lr=0.0), records(12), 0.3

@@ -107,6 +107,29 @@ def test_the_look_leaves_no_trace():
     assert optimizer.capture.take() is None
 
 
+class Around(nn.Module):
+    """Takes what cannot be made of zeros."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) / int(x.any())
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["within the model", "in place of it"])
+def test_parts_are_looked_at_where_the_model_cannot_be(whole):
+    x = texts(LENGTH)
+    for build in (Broadcast, TimeFirst):
+        model, _, _, _ = make_private(Around(build()), (x, torch.zeros(LENGTH)))
+        with pytest.raises(GredpError, match="whatever the batch"):
+            (model if whole else model.net)(x)
+    model, optimizer, _, _ = make_private(Around(Words()), (x, torch.zeros(LENGTH)))
+    (model if whole else model.net)(x).square().sum(1).mean().backward()
+    optimizer.step()
+
+
 def test_a_model_that_cannot_be_run_on_zeros_is_trained_all_the_same():
     class Choosy(Words):
         def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:

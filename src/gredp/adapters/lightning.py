@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 
 from gredp.adapters.budget import Budget, refuse_private_metric
 from gredp.engine import PrivacyEngine
@@ -98,6 +99,8 @@ class PrivacyCallback(Callback):
                 result = whole(batch, *[batch_idx][: len(takes) - 1])
             if result is None:
                 raise GredpError("training_step returned None: a batch that was drawn cannot be left out")
+            # Here, since Lightning divides it before the backward, after which it cannot be told.
+            private.capture.reduction.refuse_other([loss_of(result)], records(batch))
             return result
 
         def training_step(batch: Any, batch_idx: int) -> Any:
@@ -106,7 +109,7 @@ class PrivacyCallback(Callback):
             last = max(0, (count - 1) // size * size)
             for start in range(0, last, size):
                 result = part(batch, slice(start, start + size), batch_idx)
-                (result["loss"] if isinstance(result, Mapping) else result).backward()
+                loss_of(result).backward()
                 private.signal_skip_step(True)
                 private.step()
             private.signal_skip_step(False)
@@ -150,6 +153,11 @@ def planned(trainer: Trainer) -> float:
     epochs = trainer.max_epochs if trainer.max_epochs not in (None, -1) else float("inf")
     steps = trainer.max_steps if trainer.max_steps != -1 else float("inf")
     return min(epochs * trainer.num_training_batches, steps)
+
+
+def loss_of(result: Any) -> Tensor:
+    """Of what a training_step returned."""
+    return result["loss"] if isinstance(result, Mapping) else result
 
 
 def records(batch: Any) -> int:

@@ -22,6 +22,7 @@ import gredp.gradient.clip as clip
 import gredp.gradient.correlated as correlated
 import gredp.gradient.noise as noise
 import gredp.gradient.per_sample as per_sample
+import gredp.gradient.reduction as reduction
 import gredp.gradient.state as state
 import gredp.gradient.step as step
 import gredp.gradient.summation as summation
@@ -360,7 +361,17 @@ def buffers_watched_in_the_forward_only(patch: Patch) -> None:
 
 def coincidences_taken_for_records(patch: Patch) -> None:
     """Rows that are as many as the records, of a position table or of time, are clipped in their place."""
-    patch.setattr(capture, "fixed_layers", lambda *_: set())
+    patch.setattr(capture, "rows_of_zeros", lambda *_: {})
+
+
+def reductions_taken_at_their_word(patch: Patch) -> None:
+    """A summed loss that is said to be a mean: one record changes the weight of all others."""
+    patch.setattr(reduction.LossReduction, "look", lambda self, layer, gradient: None)
+
+
+def only_plain_reductions_checked(patch: Patch) -> None:
+    """A factor of the caller's own hides what the loss is."""
+    patch.setattr(reduction.LossReduction, "compare", lambda self: None)
 
 
 def gradients_outside_their_layer_let_through(patch: Patch) -> None:

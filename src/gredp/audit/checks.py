@@ -319,6 +319,12 @@ def _outside(x: Tensor) -> None:
     optimizer.step()
 
 
+def _summed(x: Tensor) -> None:
+    model, optimizer, _, _ = _private(nn.Linear(6, 3), x, z=1.0)
+    model(x).sum().backward()
+    optimizer.step()
+
+
 class _TimeFirst(nn.Module):
     """As many steps of time as records, and put before them."""
 
@@ -389,6 +395,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a buffer that the loop writes to": _written_by_the_loop,
     "a weight used outside of its layer": _outside,
     "a second step on the same gradients": lambda x: _attempt(nn.Linear(6, 3), x)[1].step(),
+    "a summed loss that is said to be a mean": _summed,
     "time before records, as long as the batch": lambda x: _attempt(_TimeFirst(), x),
     "a parameter unfrozen after make_private": _unfrozen,
     "a foreign parameter in the optimizer": _foreign,

@@ -72,6 +72,9 @@ SELF_TEST = [
         ("time before records, as long as the batch",),
     ),
     Planted(
+        bugs.reductions_taken_at_their_word, checks.refusal, ("a summed loss that is said to be a mean",)
+    ),
+    Planted(
         bugs.gradients_outside_their_layer_let_through,
         checks.refusal,
         ("a weight used outside of its layer",),

@@ -15,10 +15,10 @@ from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-def fixed_layers(
+def rows_of_zeros(
     module: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Any, batch: int
-) -> set[nn.Module]:
-    """Those of `layers` that have `batch` rows with another batch too; the arguments hold `batch` records.
+) -> dict[nn.Module, set[int]]:
+    """How many rows those of `layers` have that run, with another batch; the arguments hold `batch` records.
 
     The model is run on two records of zeros, or three, of the shapes that it is called with: on no private
     value. Buffers and random numbers are as before. A model that cannot be run on zeros is left alone: its
@@ -36,11 +36,11 @@ def fixed_layers(
             warnings.simplefilter("ignore")
             torch.func.functional_call(module, buffers, args, kwargs)
     except Exception:  # whatever zeros may do to it
-        return set()
+        return {}
     finally:
         for handle in handles:
             handle.remove()
-    return {layer for layer, seen in rows.items() if batch in seen}
+    return rows
 
 
 def _note(rows: dict[nn.Module, set[int]]) -> Callable[..., None]:

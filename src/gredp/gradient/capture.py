@@ -16,9 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
-from gredp.gradient.batch_dimension import fixed_layers
+from gredp.gradient.batch_dimension import rows_of_zeros
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
+from gredp.gradient.reduction import LossReduction
 from gredp.gradient.rules import (
     Call,
     Rule,
@@ -112,6 +113,7 @@ class Capture:
         """
         self.module = module
         self.loss_reduction = loss_reduction
+        self.reduction = LossReduction(loss_reduction)
         self.needs = needs
         self.views = views
         self.units = find_units(module)
@@ -122,8 +124,10 @@ class Capture:
         self._batch: int | None = None
         self._pass = 0
         self._paused = False
-        #: layers that had as many rows as records by coincidence, once that is known
-        self._fixed: set[nn.Module] | None = None
+        #: parts of the model that were not run on zeros yet, and the layers in them that are hooked
+        self._below = _layers_below(module, set(self._by_layer))
+        #: layers that ran on zeros, and their rows if those are as many with any batch
+        self._rows: dict[nn.Module, int | None] = {}
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
         #: what may not change but by releases
@@ -143,11 +147,14 @@ class Capture:
         def begin_pass(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is capture.module and not capture._paused:
                 capture._begin_pass(args, kwargs)
-                capture._probe(args, kwargs)
 
         def end_pass(module: nn.Module, args: Any, out: Any) -> None:
             if module is capture.module and not capture._paused:
                 capture._end_pass()
+
+        def probe(part: nn.Module, args: Any, kwargs: Any) -> None:
+            if part in capture._below and capture.module.training and torch.is_grad_enabled():
+                capture._probe(part, args, kwargs)
 
         def before(layer: nn.Module, args: Any) -> None:
             if capture._active(layer):
@@ -166,6 +173,8 @@ class Capture:
         handles += self.state.attach()
         handles.append(self.module.register_forward_pre_hook(begin_pass, with_kwargs=True))
         handles.append(self.module.register_forward_hook(end_pass))
+        for part in self._below:
+            handles.append(part.register_forward_pre_hook(probe, with_kwargs=True))
         for unit in self.units:
             handles.append(unit.layer.register_forward_pre_hook(before))
             # First in line: a hook of the user's may change the output, and that is not the layer's doing.
@@ -206,26 +215,29 @@ class Capture:
 
     def _begin_pass(self, args: Any, kwargs: Any) -> None:
         self._pass += 1
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        tensors = _tensors((args, kwargs))
         self._root_batch = tensors[0].shape[0] if tensors else None
         if torch.is_grad_enabled() and not self._paused:
             self._places[self._pass] = memory_of(tensors)
         if self.module.training:
             self.state.begin_forward()
 
-    def _probe(self, args: Any, kwargs: Any) -> None:
-        """Before the first records are differentiated: is the first dimension of every layer the batch?"""
-        if (
-            self._fixed is not None
-            or not self._root_batch
-            or not (self.module.training and torch.is_grad_enabled())
-        ):
+    def _probe(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before its first records: is the batch the first dimension of every layer in this part?
+
+        The model itself comes first, and covers all; its parts where that fails, or is not called.
+        """
+        tensors = _tensors((args, kwargs))
+        batch = self._root_batch if self._root_batch is not None else tensors and tensors[0].shape[0]
+        if self._paused or not batch or self._below[part] <= self._rows.keys():
             return
+        layers, self._below[part] = self._below[part], set()
         self._paused = True
         try:
-            self._fixed = fixed_layers(self.module, self._by_layer, args, kwargs, self._root_batch)
+            rows = rows_of_zeros(part, layers, args, kwargs, batch)
         finally:
             self._paused = False
+        self._rows |= {layer: batch if batch in seen else None for layer, seen in rows.items()}
 
     def _end_pass(self) -> None:
         self._root_batch = None
@@ -263,7 +275,7 @@ class Capture:
                 "the first dimension of every layer's input and output must be the batch, "
                 f"here {expected} records"
             )
-        if layer in (self._fixed or ()):
+        if self._rows.get(layer) == expected:
             raise GredpError(
                 f"{unit.name} ({type(layer).__name__}) has {expected} rows whatever the batch: they are no "
                 "records, though as many here, and would be clipped in their place; give it [batch, ...] as "
@@ -287,11 +299,13 @@ class Capture:
             out = _Fresh.apply(out) if unit.rule is not None else out.clone()
         if not out.requires_grad:
             out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))
+        self.reduction.mark(out)
         out.register_hook(receive)
         return out
 
     def _receive(self, unit: Unit, number: int, x: Tensor, g: Tensor, call: Call) -> None:
         if self._pending_pass is None:
+            self.reduction.look(unit.name, g)
             self._pending_pass = number
         if number != self._pending_pass:
             raise GredpError(
@@ -424,6 +438,17 @@ class Capture:
 
     def drop(self) -> None:
         self._pending, self._pending_pass, self._batch = {}, None, None
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """Those that have a first dimension."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _layers_below(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, set[nn.Module]]:
+    """For each part of the model that holds some of `layers`, which."""
+    below = {part: layers & set(part.modules()) for part in module.modules() if part not in layers}
+    return {part: held for part, held in below.items() if held}
 
 
 def _note_padded_grid(
