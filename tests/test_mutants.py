@@ -23,6 +23,7 @@ import children
 import test_banded
 import test_batch_dimension
 import test_budget
+import test_checkpoint
 import test_clipped_sum
 import test_layer_laws as layer_laws
 import test_loss_distribution
@@ -255,6 +256,10 @@ MUTANTS = [
     ),
     Mutant(bugs.a_step_noised_again, test_randomness.test_a_step_is_noised_once),
     Mutant(bugs.charges_forgotten_on_resume, stays_charged),
+    Mutant(
+        bugs.a_shape_that_is_believed,
+        in_a_new_folder(test_checkpoint.test_weights_of_a_shape_are_computed_and_not_believed),
+    ),
     Mutant(bugs.charges_written_late, stays_charged),
     Mutant(
         bugs.a_fork_that_forgets_its_parent,

@@ -23,6 +23,7 @@ import gredp.gradient.correlated as correlated
 import gredp.gradient.noise as noise
 import gredp.gradient.per_sample as per_sample
 import gredp.gradient.reduction as reduction
+import gredp.gradient.shaping as shaping
 import gredp.gradient.state as state
 import gredp.gradient.step as step
 import gredp.gradient.summation as summation
@@ -458,6 +459,17 @@ def charges_written_late(patch: Patch) -> None:
 
 def a_fork_that_forgets_its_parent(patch: Patch) -> None:
     patch.setattr(ledger.Ledger, "begin_with", lambda self, entries: None)
+
+
+def a_shape_that_is_believed(patch: Patch) -> None:
+    """The weights of the next step come from the checkpoint."""
+    honest = shaping.LearnedShape.restore
+
+    def believing(self, state):
+        honest(self, state)
+        self._squared = state.get("squared", self._squared)
+
+    patch.setattr(shaping.LearnedShape, "restore", believing)
 
 
 def contracts_not_compared(patch: Patch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gredp.errors import GredpError
 from gredp.gradient.clip import ClippedSpectra
 from gredp.mechanisms.plan import Shaping
 from gredp.spectrum import BlockView
@@ -44,8 +45,7 @@ class LearnedShape:
         self.total = torch.zeros(len(self.sizes), dtype=torch.float64)
         #: releases in `total`, and the variance of their noise, both faded as they are
         self.weight = self.variance = 0.0
-        self._squared = torch.ones(len(self.sizes), dtype=torch.float64)
-        self._precondition = torch.ones(len(self.sizes), dtype=torch.float64)
+        self._squared, self._precondition = self._weights(self.total, self.weight, self.variance)
 
     @property
     def squared_weights(self) -> dict[str, Tensor]:
@@ -64,18 +64,27 @@ class LearnedShape:
         return dict(zip(self.names, mean.split(self.counts)))
 
     def state(self) -> dict[str, Tensor]:
-        """All that was learned, for a checkpoint; every number of it was released."""
-        return {
-            "total": self.total,
-            "of_releases": torch.tensor([self.weight, self.variance], dtype=torch.float64),
-            "squared": self._squared,
-            "precondition": self._precondition,
-        }
+        """All that was learned, for a checkpoint; every number of it was released.
+
+        The weights are no part of it: they follow from it, and so a checkpoint has none to lie about.
+        """
+        releases = torch.tensor([self.weight, self.variance], dtype=torch.float64)
+        return {"total": self.total, "of_releases": releases}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.total = state["total"].clone()
-        self.weight, self.variance = state["of_releases"].tolist()
-        self._squared, self._precondition = state["squared"].clone(), state["precondition"].clone()
+        """Take `state` over, or refuse it and change nothing; other tensors than its two are ignored."""
+        total, releases = state["total"], state["of_releases"]
+        for name, tensor, size in (("total", total, len(self.sizes)), ("of_releases", releases, 2)):
+            if tensor.dtype != torch.float64 or tensor.shape != (size,) or not tensor.isfinite().all():
+                raise GredpError(f"the learned shape's {name} is not {size} finite numbers of float64")
+        weight, variance = releases.tolist()
+        if variance < 0 or not (weight >= 1 or (weight == variance == 0 and not total.any())):
+            raise GredpError(f"the learned shape tells of {weight} releases with variance {variance}")
+        weights = self._weights(total, weight, variance)
+        if any(not (w.float() > 0).all() or not w.float().isfinite().all() for w in weights):
+            raise GredpError("the learned shape's shares give weights that are not positive and finite")
+        self.total, self.weight, self.variance = total.clone(), weight, variance
+        self._squared, self._precondition = weights
 
     def learn(self, noisy_shares: Tensor, noise_std: float) -> None:
         """Take in one release and set the weights of the next step."""
@@ -84,16 +93,22 @@ class LearnedShape:
         self.total = faded * self.total + noisy_shares.double().cpu()
         self.weight = faded * self.weight + 1
         self.variance = faded**2 * self.variance + noise_std**2
-        mean = self.total / (self.weight * self.expected_batch_size)
+        self._squared, self._precondition = self._weights(self.total, self.weight, self.variance)
+
+    def _weights(self, total: Tensor, weight: float, variance: float) -> tuple[Tensor, Tensor]:
+        """(w², P) of every group, from the releases and nothing else; 1 before the first."""
+        if not weight:
+            return torch.ones_like(total), torch.ones_like(total)
+        mean = total / (weight * self.expected_batch_size)
         # Shares below the noise of their own mean are not known to be smaller than it; a fiftieth of an
         # even share is the other floor, without which an empty group would take all the weight.
-        noise = math.sqrt(self.variance) / (self.weight * self.expected_batch_size)
+        noise = math.sqrt(variance) / (weight * self.expected_batch_size)
         floor = max(noise, 0.02 / math.sqrt(len(mean)))
         share = mean.clamp(min=floor)
         energy = share.square() / self.sizes  # mean energy of one coefficient
-        self._squared = self._normalised(energy.pow(-self.shaping.exponent), share.square())
+        squared = self._normalised(energy.pow(-self.shaping.exponent), share.square())
         update = energy.pow(-self.shaping.preconditioner)
-        self._precondition = self._normalised(update.square(), share.square()).sqrt()
+        return squared, self._normalised(update.square(), share.square()).sqrt()
 
     def _normalised(self, weights: Tensor, energy: Tensor) -> Tensor:
         """Scaled so that the mean record keeps its norm, and with frequencies alone each of its layers.

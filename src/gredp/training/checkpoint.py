@@ -85,7 +85,12 @@ def _group(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
 
 
 def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimizer) -> dict[str, Any]:
-    """Put everything back; gives the caller's progress. Another contract than the checkpoint's is refused."""
+    """Put everything back; gives the caller's progress. Another contract than the checkpoint's is refused.
+
+    Nothing is believed: weights and optimiser have the shapes and types of the model, all numbers are
+    finite, counts lie within the ledger, and the weights of a learned shape are computed anew. What is out of
+    its domain is refused before the model or the optimiser changes.
+    """
     now, then = contract(optimizer), {"correlation_bands": 1, **checkpoint.facts.get("contract", {})}
     for key in now:
         if now[key] != then.get(key):
@@ -95,34 +100,74 @@ def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: PrivateOptimiz
                 "a run goes on as it began; to change it, fork the run"
             )
     try:
-        load_weights(module, model_tensors(checkpoint))
-        _restore_optimizer(checkpoint, optimizer)
-        optimizer.charged_before = int(checkpoint.facts["charged_before"])
+        weights, average = model_tensors(checkpoint), _group(checkpoint, "average")
+        progress, before = dict(checkpoint.facts["progress"]), checkpoint.facts["charged_before"]
+        if type(before) is not int or not 0 <= before <= checkpoint.facts["ledger"]["steps"]:
+            raise GredpError(f"the checkpoint says that {before} steps were charged before the run")
+        _refuse_weights(module, weights)
+        if optimizer.average is not None:
+            _refuse_weights(optimizer.average, average)
+        state = _optimizer_state(checkpoint, optimizer)
         shape = optimizer.private_step.shape
         if shape is not None:
             shape.restore(_group(checkpoint, "shape"))
+        optimizer.load_state_dict(state)
+        optimizer.charged_before = before
         if optimizer.average is not None:
-            load_weights(optimizer.average, _group(checkpoint, "average"))
-        return dict(checkpoint.facts["progress"])
+            load_weights(optimizer.average, average)
+        load_weights(module, weights)
+        return progress
     except GredpError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise GredpError(f"the checkpoint is not of this version of gredp: {one_line(error)}") from None
 
 
-def _restore_optimizer(checkpoint: Checkpoint, optimizer: PrivateOptimizer) -> None:
+def _optimizer_state(checkpoint: Checkpoint, optimizer: PrivateOptimizer) -> dict[str, Any]:
+    """For `load_state_dict`: finite, of parameters that are there, and in torch's own of their shape."""
     kept = checkpoint.facts["optimizer"]
-    state: dict[int, dict[str, Any]] = {int(index): dict(row) for index, row in kept["state"].items()}
+    state: dict[int, dict[str, Any]] = {int(number): dict(row) for number, row in kept["state"].items()}
     for name, tensor in _group(checkpoint, "optimizer").items():
-        index, _, key = name.partition("/")
-        state.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": kept["param_groups"]})
+        number, _, key = name.partition("/")
+        state.setdefault(int(number), {})[key] = tensor
+    own = optimizer.original_optimizer
+    parameters = [p for group in own.param_groups for p in group["params"]]
+    shaped = type(own).__module__.startswith("torch.optim")
+    for index, row in state.items():
+        for key, value in row.items():
+            name = f"optimizer/{index}/{key}"
+            if not 0 <= index < len(parameters):
+                raise GredpError(f"the checkpoint's {name} is of no parameter: there are {len(parameters)}")
+            if not torch.as_tensor(0.0 if value is None else value).isfinite().all():
+                raise GredpError(f"the checkpoint's {name} is not finite")
+            if shaped and isinstance(value, Tensor) and not _fits(value, parameters[index]):
+                was, now = tuple(value.shape), tuple(parameters[index].shape)
+                raise GredpError(f"the checkpoint's {name} has shape {was}, its parameter {now}")
+    return {"state": state, "param_groups": kept["param_groups"]}
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    """A single number, or a parameter's shape with some of its sizes reduced to 1."""
+    pairs = zip(value.shape, parameter.shape)
+    return value.numel() == 1 or (value.dim() == parameter.dim() and all(n in (1, m) for n, m in pairs))
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    try:
-        with torch.no_grad():
-            module.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = one_line(error).rstrip(":")
-        raise GredpError(f"these weights belong to another network: {reason}") from None
+    _refuse_weights(module, weights)
+    with torch.no_grad():
+        module.load_state_dict(weights)
+
+
+def _refuse_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """The module's names, shapes and types, and finite wherever its own are: a mask may hold −∞."""
+    own = module.state_dict()
+    for name in sorted(own.keys() ^ weights.keys()):
+        has = "is missing" if name in own else "is not in it"
+        raise GredpError(f"these weights belong to another network: {name} {has}")
+    for name, value in own.items():
+        kept = weights[name]
+        if (kept.shape, kept.dtype) != (value.shape, value.dtype):
+            was, now = (f"{tuple(t.shape)} of {str(t.dtype)[6:]}" for t in (kept, value))
+            raise GredpError(f"these weights belong to another network: {name} is {was}, not {now}")
+        if (value.isfinite().cpu() & ~kept.isfinite().cpu()).any():
+            raise GredpError(f"the weights' {name} is not finite: the run that they are of has diverged")
