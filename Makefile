@@ -34,7 +34,7 @@ else
 	$(BIN)/python benchmarks/step_time.py --out results/step_time.json
 	$(BIN)/python benchmarks/step_time.py --quick --threads 1 --out results/step_time_one_thread.json
 	$(BIN)/python benchmarks/scaling.py --out results/scaling.json
-	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/pages.py performance readme
 endif
 
 # The auditor's records and the page made from them, about ten minutes.
@@ -42,7 +42,7 @@ audit: $(VENV)/.dev
 	$(BIN)/gredp audit --all --out results/audit.json
 	$(BIN)/gredp audit --self-test --out results/audit_self_test.json
 	$(BIN)/python benchmarks/audit_null.py --out results/audit_null.json
-	$(BIN)/python benchmarks/audit_page.py
+	$(BIN)/python benchmarks/pages.py audit
 
 # torch first and by its exact version: any looser request can pull gigabytes of GPU libraries.
 $(VENV)/.ready: pyproject.toml constraints.txt

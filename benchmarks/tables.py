@@ -1,7 +1,7 @@
 """How the defaults for tables do on public ones: three folds of each, at two ε; writes results/tables.json.
 
     python benchmarks/tables.py
-    python benchmarks/tables_page.py       # writes the table of docs/own_data.md from the record
+    python benchmarks/pages.py results     # writes its table from the record
 
 The folds are of public data, so nothing that was chosen by them costs any ε.
 """

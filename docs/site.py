@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that lie outside docs/, and pages that the navigation does not name yet."""
+"""Hooks of mkdocs: pages that lie outside docs/."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,6 @@ OUTSIDE = {"index.md": "README.md"} | {
 }
 
 
-def on_config(config: Any) -> Any:
-    named = str(config.nav)
-    more = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"'{page.name}'" not in named]
-    if more:
-        config.nav.append({"More": more})
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
     for place, source in OUTSIDE.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text()))
@@ -33,7 +25,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as they stand in the repository, told from the site's root."""
+    """Links as they stand in the repository, rewritten for the site's root."""
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
     return markdown.replace("](../README.md", "](index.md").replace("](../", "](")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
+import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
@@ -31,17 +32,17 @@ NOT_RUN = {
     r"^make ": "sets up an environment, or runs what other tests run",
     r"^pip ": "needs a package registry",
     r"^gredp (train|audit)\b": "takes minutes; tests/test_cli.py and tests/audit run it on small settings",
-    r"--bands auto": "searches for a while; tests/privacy/test_turns.py runs it",
     r"^gredp ledger\b": "needs a run; tests/test_cli.py has one",
     r"^gredp (?!account)": "has tests of its own",
     r"torchrun": "needs processes; tests/test_distributed.py has them",
     r"^python ": "makes a record or a page; tests/test_architecture.py checks the pages",
-    r"^(mkdir|source|cd|export|RUN=|if |#|srun|--rdzv|exec)": "the shell's own, or a cluster's",
+    r"^(mkdir|source|export|RUN=|if |else |srun)": "the shell's own, or a cluster's",
 }
 
 
 def commands(text: str) -> list[str]:
-    """What a reader would type, comments and prompts taken off."""
+    """What a reader would type: comments and prompts taken off, lines that end in a backslash joined."""
+    text = re.sub(r"[ ]*\\\n\s*", " ", text)
     blocks = [body for kind, body in FENCE.findall(text) if kind in ("bash", "sh")]
     lines = [line.strip().removeprefix("$ ") for body in blocks for line in body.splitlines()]
     found = [*lines, *TYPED.findall(FENCE.sub("", text))]
@@ -70,7 +71,7 @@ def understood(command: str, whole: bool) -> None:
         assert {w for w in words[1:] if "=" not in w} <= set(targets)
     elif words[0] == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert {e for w in words for e in re.findall(r"gredp\[(\w+)\]", w)} <= set(extras)
+        assert {e for w in words for e in re.findall(r"(?:gredp|\.)\[(\w+)\]", w)} <= set(extras)
     else:
         assert all((ROOT / w).exists() for w in words if w.endswith(".py")), command
 
@@ -81,7 +82,8 @@ def every_command() -> list[tuple[str, str]]:
 
 def test_the_collector_finds_what_is_typed():
     text = (
-        "\n    $ gredp account --epsilon 1  # why\n    make train   # all\n\n    z = 1\n```bash\npip x\n```\n"
+        "\n    $ gredp account \\\n      --epsilon 1  # why\n    make train   # all\n\n    z = 1\n"
+        "```bash\npip x\n```\n"
     )
     assert commands(text) == ["pip x", "gredp account --epsilon 1", "make train"]
     assert len(every_command()) > 20
@@ -96,7 +98,7 @@ def test_the_collector_finds_what_is_typed():
 def test_commands_run_or_are_understood(page, command, capsys, tmp_path, monkeypatch):
     why = reason(command)
     if why is not None:
-        if not re.match(r"(mkdir|source|cd|export|RUN=|if |srun|--rdzv|exec)", command):
+        if not re.match(r"(mkdir|source|export|RUN=|if |else |srun)", command):
             understood(command, whole=True)
         return
     monkeypatch.chdir(tmp_path)
@@ -143,55 +145,70 @@ def surroundings() -> dict:
     return {"torch": torch, "DataLoader": DataLoader, "data": data, "model": model, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/migration.md", "docs/tutorial.md"])
-@pytest.mark.filterwarnings("ignore")
-def test_code_runs(name, capsys):
-    names = surroundings()
-    for block in blocks(name):
-        exec(compile(block, name, "exec"), names)
-
-
-def test_code_of_the_how_to_page_runs():
-    """Its Lightning part is run by tests/adapters/test_lightning.py, where that package is loaded anyhow."""
-    names = surroundings()
-    names["model"], names["optimizer"], names["loader"] = PrivacyEngine().make_private(
-        module=names["model"],
-        optimizer=names["optimizer"],
-        data_loader=DataLoader(names["data"], batch_size=100),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    for block in blocks("docs/howto.md"):
-        if "lightning" not in block:
-            exec(compile(block, "docs/howto.md", "exec"), names)
-
-
-def test_code_of_the_page_about_reports_runs(capsys):
+def private_surroundings() -> dict:
+    """The same after make_private."""
     names = surroundings()
     engine = PrivacyEngine()
-    _, _, names["loader"] = engine.make_private(
+    model, optimizer, loader = engine.make_private(
         module=names["model"],
         optimizer=names["optimizer"],
         data_loader=DataLoader(names["data"], batch_size=100),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
-    (block,) = blocks("docs/report.md")
-    shown, used = block.split("\n\n")  # a tracker of one's own, then any tracker in a loop of one's own
-    exec(compile(shown, "docs/report.md", "exec"), names)
-    names |= {"engine": engine, "tracker": names["Printer"]()}
-    exec(compile(used, "docs/report.md", "exec"), names)
-    assert "done" in capsys.readouterr().out
+    return names | {"engine": engine, "model": model, "optimizer": optimizer, "loader": loader}
+
+
+def test_the_first_example_runs_as_it_stands_and_prints_what_the_page_says(capsys):
+    (block,) = blocks("README.md")
+    (shown,) = (body for kind, body in FENCE.findall((ROOT / "README.md").read_text()) if kind == "text")
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_of_the_tutorial_runs(capsys):
+    names: dict = {}
+    for block in blocks("docs/tutorial.md"):
+        exec(compile(block, "docs/tutorial.md", "exec"), names)
+
+
+@pytest.mark.parametrize("block", [b for b in blocks("docs/howto.md") if "lightning" not in b])
+@pytest.mark.filterwarnings("ignore")
+def test_code_of_the_how_to_page_runs(block, capsys):
+    """Its Lightning part is run by tests/adapters/test_lightning.py, where that package is loaded anyhow."""
+    names = surroundings() if "make_private" in block else private_surroundings()
+    exec(compile(block, "docs/howto.md", "exec"), names)
 
 
 def test_no_page_with_code_is_forgotten():
-    run = {"README.md", "docs/migration.md", "docs/tutorial.md", "docs/howto.md", "docs/report.md"}
+    run = {"README.md", "docs/tutorial.md", "docs/howto.md"}
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         found = blocks(name)
         assert name in run or not found, f"{name}: run its code above"
         for block in found:
             ast.parse(block)
+
+
+def test_every_page_is_in_the_navigation():
+    """`make docs` fails as well; this needs no site."""
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = re.findall(r"[\w-]+\.md", str(settings["nav"]))
+    assert sorted(named) == sorted(["index.md", *(page.name for page in PAGES if page.name != "README.md")])
+    assert settings["validation"]["nav"]["omitted_files"] == "warn"
+
+
+#: of code on the site at a width of 1280 pixels; more is hidden behind a scroll bar
+COLUMNS = 100
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_fits_on_a_screen(page):
+    text = page.read_text()
+    typed = [line for _, body in FENCE.findall(text) for line in body.splitlines()]
+    typed += re.findall(r"^ {4}(.*)$", FENCE.sub("", text), re.M)
+    assert not [line for line in typed if len(line) > COLUMNS]
 
 
 def test_the_site_is_built_without_warnings_and_needs_no_other(tmp_path):

@@ -64,7 +64,7 @@ def read_schema(path: Path) -> Schema:
     if not files:
         raise GredpError(
             f"{path.with_suffix('.toml')} is not there: a table needs a schema, because ranges or categories "
-            "taken from private rows would be a release of their own (docs/own_data.md)"
+            "taken from private rows would be a release of their own (docs/howto.md)"
         )
     text = read(files[0], LARGEST_SCHEMA)
     try:

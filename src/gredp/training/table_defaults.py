@@ -7,7 +7,7 @@ from gredp.training.settings import TrainSettings
 
 
 def table_defaults(settings: TrainSettings) -> dict[str, Any]:
-    """Batches of a fifth of the rows, and settings that did well on public tables (docs/own_data.md).
+    """Batches of a fifth of the rows, and settings that did well on public tables (docs/results.md).
 
     The number of rows is no secret here, as it is none in `--batch-size`.
     """
