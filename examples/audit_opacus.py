@@ -1,4 +1,4 @@
-"""Somebody else's code under attack: one step of Opacus' optimiser, as a function of three lines' protocol.
+"""Audit code that is not ours: one step of Opacus' optimizer, wrapped in a function of NumPy arrays.
 
 The same from the command line:  cd examples && gredp audit --target audit_opacus:step --sigma 0.5
 """

@@ -1,4 +1,4 @@
-"""Block-circulant layers with an eighth of a dense layer's weights, noise shaped over their frequencies."""
+"""Block-circulant layers with an eighth of a dense layer's weights, with noise shaped by frequency."""
 
 import argparse
 
@@ -25,7 +25,7 @@ model = nn.Sequential(
 )
 dense = 64 * 128 + 128 * 64 + 64 * 10 + 128 + 64 + 10
 weights = sum(p.numel() for p in model.parameters())
-print(f"{weights:,} weights where dense layers have {dense:,}")
+print(f"{weights:,} weights; dense layers would have {dense:,}")
 
 engine = PrivacyEngine()
 model, optimizer, loader = engine.make_private_with_epsilon(

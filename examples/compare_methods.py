@@ -1,7 +1,7 @@
-"""Every method at the same proven ε on the same network, and what the paper would have said of it.
+"""Compare every method at the same proven ε on the same network, and print the ε the paper would claim.
 
-Accuracies of single runs differ by chance: several runs each, and their mean and deviation. The test set is
-looked at once for each run and chooses nothing.
+Single runs differ by chance, so each method runs several times; the output is mean and deviation. The test
+set is used once per run and chooses nothing.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Fine-tune a small transformer with LoRA by Hugging Face's Trainer:  pip install 'gredp[adapters]'
 
-Nothing is downloaded: the model is made from a configuration and first taught, on made-up public texts, which
-of two words comes more often. The private texts ask the opposite. With your own model `taught` goes away.
+Nothing is downloaded. The model is made from a configuration and first learns, from made-up public texts,
+which of two words is more frequent. The private texts ask the opposite. With your own model, delete `taught`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A network of your own, trained privately: five lines are new."""
+"""Train your own network privately: five lines are new."""
 
 import torch
 from torch import nn

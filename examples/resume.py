@@ -1,4 +1,4 @@
-"""A loop of your own that survives being killed: start it again and it goes on, with every charge kept."""
+"""Your own loop, safe to kill: start it again and it resumes, with every charge kept."""
 
 import argparse
 import os
@@ -31,11 +31,11 @@ model, optimizer, loader = engine.make_private(
 steps = arguments.epochs * len(loader)
 if arguments.folder.exists():
     engine.load(arguments.folder)
-    print(f"goes on after {engine.ledger.steps} of {steps} charged steps")
+    print(f"resumes after {engine.ledger.steps} of {steps} charged steps")
 else:
-    engine.save(arguments.folder)  # from now on every step is charged on the disk before its noise is drawn
+    engine.save(arguments.folder)  # from now on every step is charged on disk before its noise is drawn
 
-# The ledger alone says how far the run has come: steps that a crash lost are spent and not made up for.
+# The ledger alone says how far the run is: steps that a crash lost are spent and not repeated.
 while engine.ledger.steps < steps:
     for i, (x, y) in enumerate(loader):
         if engine.ledger.steps == steps:

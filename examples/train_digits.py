@@ -1,4 +1,4 @@
-"""Train on the embedded digits, from Python: what `gredp train` does, with its record and its checkpoints."""
+"""Train on the bundled digits from Python: what `gredp train` does, with its record and checkpoints."""
 
 import argparse
 

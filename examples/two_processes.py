@@ -1,7 +1,7 @@
-"""One model trained by several processes:  torchrun --nproc-per-node=2 examples/two_processes.py
+"""Train one model with several processes:  torchrun --nproc-per-node=2 examples/two_processes.py
 
-Each process reads its share of every batch; the first one charges the ledger, draws the noise and passes the
-noisy gradient on. ε is that of one process.
+Each process reads its share of every batch. The first one charges the ledger, draws the noise and broadcasts
+the noisy gradient. ε is that of one process.
 """
 
 import argparse

@@ -55,5 +55,5 @@ def test_a_killed_run_goes_on(tmp_path):
 
     assert run("--die-in-epoch", "1").returncode == 1
     told = run().stdout
-    assert "goes on after 12 of 24 charged steps" in told
+    assert "resumes after 12 of 24 charged steps" in told
     assert "after 24 steps at proven ε" in told

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import gredp
 from gredp.cli import main
@@ -97,3 +98,12 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path):
     assert (
         json.loads((tmp_path / "run" / "record.json").read_text())["versions"]["gredp"] == gredp.__version__
     )
+
+
+def test_the_hooks_of_pre_commit_are_local_and_start_what_is_there():
+    for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]:
+        assert repository["repo"] == "local"
+        for hook in repository["hooks"]:
+            assert hook["language"] == "system"
+            for word in hook["entry"].split():
+                assert not word.endswith(".py") or (ROOT / word).exists(), hook
