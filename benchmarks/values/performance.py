@@ -124,6 +124,9 @@ def _draw(path: Path, digest: str) -> None:
         axes[1, 1].plot(sizes, [row[kind] for row in scaling["circulant"].values()], "o-", label=kind)
     title = "Fully connected layer, 128 records, forward and backward"
     axes[1, 1].set(xscale="log", yscale="log", xlabel="units", ylabel="seconds", title=title)
+    for axis in axes.flat[1:]:  # round numbers, and no others that would overlap
+        axis.set_xticks(axis.lines[0].get_xdata(), [f"{n:g}" for n in axis.lines[0].get_xdata()])
+        axis.xaxis.set_minor_locator(plt.NullLocator())
     for axis in axes.flat:
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
