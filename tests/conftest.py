@@ -24,4 +24,4 @@ def _one_thread_and_no_process_group() -> Iterator[None]:
 def _pages_where_they_are_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pictures of a page take longer than a short run: drawn where a mark or a module's fixture asks."""
     if request.node.get_closest_marker("pages") is None:
-        monkeypatch.setattr(cli, "_try_report", lambda folder: None)
+        monkeypatch.setattr(cli, "_try_report", lambda run: None)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -260,6 +261,11 @@ def test_files_that_are_no_archives_are_refused(capsys, tmp_path):
         (["--epsilon", "0"], "--epsilon must be a positive number, not 0.0"),
         (["--epsilon", "nan"], "not nan"),
         (["--delta", "1"], "not 1.0"),
+        (["--delta", "0.5"], "δ × 1,438 records is 7.2e+02, above 0.1: take δ below 7e-05, or say with"),
+        (
+            ["--delta", "7e-4"],
+            "(--allow-large-delta) that you mean it: publishing a record at random would pass",
+        ),
         (["--clip-norm", "0"], "--clip-norm must be a positive number, not 0.0"),
         (["--lr", "-1"], "--lr must be a positive number, not -1.0"),
         (["--epochs", "0"], "--epochs must be at least 1, not 0"),
@@ -275,6 +281,34 @@ def test_files_that_are_no_archives_are_refused(capsys, tmp_path):
 def test_wrong_trainings_are_refused_in_one_line(capsys, tmp_path, arguments, words):
     assert words in refused(capsys, "train", *arguments, "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("always:δ")
+def test_a_large_delta_is_warned_of_and_taken_only_when_said(capsys, tmp_path):
+    words = ["train", *QUICK, "--batch-size", "600", "--delta"]
+    main([*words, "1e-4", "--out", str(tmp_path / "warned")])
+    said = capsys.readouterr()
+    assert "gredp: warning: δ × 1,438 records is 0.14, above 0.1: take δ below 7e-05\n" in said.err
+    assert "δ × records │ 0.14, above 0.1" in " ".join(said.out.split())
+    main(["report", str(tmp_path / "warned")])
+    shown = " ".join(re.sub("<[^>]*>", " ", (tmp_path / "warned" / "report.html").read_text()).split())
+    assert "0.14 δ × records" in shown
+    assert "δ is large. Times the training records it is 0.14, above 0.1: take δ below 7e-05." in shown
+    main([*words, "0.5", "--allow-large-delta", "--out", str(tmp_path / "meant")])
+    said = capsys.readouterr()
+    assert "δ × records │ 7.2e+02" in " ".join(said.out.split())
+    assert json.loads((tmp_path / "meant" / "record.json").read_text())["settings"]["allow_large_delta"]
+    main([*words[:-1], "--out", str(tmp_path / "small")])
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_an_account_looks_at_delta_too(capsys):
+    words = ["account", "--method", "dpsgd", "--sigma", "1.5", "--epochs", "1"]
+    main(words)
+    assert "δ × records │ 0.6, above 0.1: take δ below 2e-06" in " ".join(capsys.readouterr().out.split())
+    assert "δ × 60,000 records is 3e+04" in refused(capsys, *words, "--delta", "0.5")
+    main([*words, "--delta", "0.5", "--allow-large-delta"])
+    assert "δ × records │ 3e+04, above 0.1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_folders_that_exist_or_cannot_be_written_are_refused(capsys, tmp_path):

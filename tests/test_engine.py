@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -477,3 +478,32 @@ def test_sum_losses_are_supported():
     one_step(model, optimizer, x, y)
     by_mean = torch.cat([p.grad.flatten() for p in model.parameters()])
     torch.testing.assert_close(by_sum, by_mean * 8, rtol=1e-5, atol=1e-7)
+
+
+def test_a_large_delta_is_refused_without_telling_a_confidential_number_of_records():
+    def made(delta, **settings):
+        model = nn.Linear(3, 2)
+        return PrivacyEngine(accountant="rdp").make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.zeros(1234, 3)), batch_size=10),
+            target_epsilon=2.0,
+            target_delta=delta,
+            epochs=1,
+            max_grad_norm=1.0,
+            **settings,
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # refused, not warned of
+        with pytest.raises(GredpError, match=r"δ × 1,234 records is 1.2,"):
+            made(1e-3)
+        with pytest.raises(GredpError, match="δ × 1,000 records is 1,") as error:
+            made(1e-3, sample_rate=0.01)
+    assert "1234" not in str(error.value).replace(",", "")
+    with pytest.warns(UserWarning, match="δ × 1,000 records is 0.5,"):
+        made(5e-4, sample_rate=0.01)
+    with pytest.warns(UserWarning, match="records is 1.2"):
+        made(1e-3, allow_large_delta=True)
+    made(5e-5)
+    made(1e-3, method="plain")  # it has no δ

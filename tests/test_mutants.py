@@ -106,6 +106,10 @@ MUTANTS = [
     ),
     Mutant(bugs.draws_added_up, test_draws.test_batches_of_the_loader_are_not_added_up),
     Mutant(
+        bugs.any_delta_certified,
+        test_engine.test_a_large_delta_is_refused_without_telling_a_confidential_number_of_records,
+    ),
+    Mutant(
         bugs.files_that_keep_their_times,
         in_a_new_folder(test_times.test_nothing_that_a_run_leaves_tells_how_long_it_took),
     ),

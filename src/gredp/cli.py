@@ -17,7 +17,7 @@ from gredp.audit.command import AuditSettings, run_audit
 from gredp.compare import CompareSettings, run_compare
 from gredp.errors import Elsewhere, GredpError
 from gredp.mechanisms.select import Claim, Method, Noise
-from gredp.privacy.accountant import AccountantName, in_turns, round_up
+from gredp.privacy.accountant import AccountantName, delta_times, in_turns, round_up
 from gredp.report.command import ReportSettings, run_report
 from gredp.reproduce.command import ReproduceSettings, run_reproduce
 from gredp.sealed import one_line
@@ -43,6 +43,8 @@ class AccountSettings:
     epsilon: float | None = None
     """target; give this or --sigma"""
     delta: float = 1e-5
+    allow_large_delta: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """take a --delta of one in the number of records or more, at which ε says little"""
     batch_size: int = 500
     records: int = 60_000
     epochs: int = 30
@@ -184,6 +186,7 @@ def run_account(settings: AccountSettings) -> None:
         layers=settings.layers,
         accountant=settings.accountant,
         bands=settings.bands,
+        allow_large_delta=settings.allow_large_delta,
     )
     if settings.json:
         from gredp.training.record import dumps
@@ -192,7 +195,7 @@ def run_account(settings: AccountSettings) -> None:
         return
     from gredp.console import table
 
-    table(f"{settings.method}, claim {settings.claim}", account_rows(result))
+    table(f"{settings.method}, claim {settings.claim}", account_rows(result, settings.records))
 
 
 def run_ledger(settings: LedgerSettings) -> None:
@@ -251,12 +254,13 @@ def run_data(settings: DataSettings) -> None:
     table("data sets", shown, ("name", "state", "file"))
 
 
-def account_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+def account_rows(result: dict[str, Any], records: int) -> list[tuple[str, str]]:
     """The proven ε first; the claimed one never alone."""
     claimed = result["claimed_epsilon"]
     return [
         ("proven ε", f"{round_up(result['proven_epsilon'])} at δ = {result['delta']}"),
         ("claimed ε (paper)", "none" if claimed is None else f"{round_up(claimed)}"),
+        ("δ × records", delta_times(result["delta"], records)),
         ("accountant", result["accountant"]),
         ("noise multiplier z", f"{result['noise_multiplier']:.4f}"),
         ("noise scale σ", f"{result['sigma']:.4f}"),

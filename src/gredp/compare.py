@@ -84,7 +84,11 @@ class Trial:
     @property
     def arguments(self) -> list[str]:
         told = {**METHODS[self.method], "claim": "proven", "seed": self.seed, **self.told}
-        return [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        words = []
+        for key, value in told.items():
+            option = f"--{key.replace('_', '-')}"
+            words += [option] if value is True else [option, str(value)]  # a flag has no value
+        return words
 
     @property
     def work(self) -> float:

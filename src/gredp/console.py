@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from gredp.privacy.accountant import in_turns, round_up
+from gredp.privacy.accountant import delta_times, in_turns, round_up
 
 if TYPE_CHECKING:
     from gredp.training.loop import Run
@@ -87,6 +87,7 @@ def show_run(run: "Run", report: Path | None = None) -> None:
         (judged_by.replace("_", " "), f"{100 * record[judged_by]:.2f} %"),
         ("proven ε", f"{round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']}"),
         ("claimed ε (paper)", "none" if claimed is None else f"{round_up(claimed)} for the same noise"),
+        ("δ × records", delta_times(guarantee["delta"], record["data"]["records"])),
         ("accountant", guarantee["accountant"]),
         ("noise multiplier z", f"{guarantee['noise_multiplier']:.4f}"),
         ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}{turns}"),

@@ -23,7 +23,7 @@ from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.plan import Needs, positive_norm
 from gredp.mechanisms.select import noise_scale
 from gredp.optimizer import PrivateOptimizer
-from gredp.privacy.accountant import Accountant, epsilon
+from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
 from gredp.privacy.choose_bands import choose_bands
@@ -228,6 +228,7 @@ class PrivacyEngine:
         views: int = 1,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         correlation_bands: int | str = 1,
+        allow_large_delta: bool = False,
         **settings: Any,
     ) -> Any:
         """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
@@ -237,6 +238,9 @@ class PrivacyEngine:
         common factor of its stages. Under `claim="paper"` σ is what the paper's experiments would take, and
         the proven ε is larger. `correlation_bands="auto"` takes the number that leaves the least noise on the
         iterates of SGD with the optimiser's momentum, by the accountant alone (`gredp.privacy.choose_bands`).
+
+        A `target_delta` of 1/records or more is refused unless `allow_large_delta`, and warned of from a
+        tenth of it on; with a stated `sample_rate`, records are batch_size/sample_rate.
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
@@ -245,6 +249,9 @@ class PrivacyEngine:
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
         steps, spent = int(epochs) * sampler.steps, self.ledger.entries
+        plain = settings.get("method") == "plain"
+        if not plain:
+            check_delta_for(target_delta, sampler.expected / sampler.sample_rate, allow_large_delta)
         schedule = checked_schedule(noise_schedule, correlation_bands)
         if correlation_bands == "auto":
             momentum = optimizer.param_groups[0].get("momentum", 0.0)
@@ -255,7 +262,7 @@ class PrivacyEngine:
         rate = check_bands(bands, sampler.sample_rate)
         if claim == "paper" and not schedule.constant:
             raise GredpError("the paper's noise is the same in every step: schedule it under claim 'proven'")
-        if settings.get("method") == "plain":
+        if plain:
             multiplier = 0.0
         elif claim == "paper":
             multiplier = claimed_sigma(target_epsilon, target_delta, sampler.sample_rate, steps)

@@ -35,6 +35,19 @@ def test_a_step_that_would_pass_the_target_is_refused_and_not_charged():
     assert engine.ledger.steps == 1 + len(loader)
 
 
+def test_a_large_delta_is_refused_by_adapters():
+    def spend(**options):
+        model = small_model()
+        budget = Budget(0.1, 1.0, noise_multiplier=1.0, options=options)
+        loader = budget.poisson(DataLoader(TensorDataset(*records(24)), batch_size=6))
+        budget.spend(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, 7)
+
+    with pytest.raises(GredpError, match=r"δ × 24 records is 2.4, above 0.1"):
+        spend()
+    with pytest.warns(UserWarning, match="records is 2.4"):
+        spend(allow_large_delta=True)
+
+
 def test_a_metric_decides_only_if_no_record_changes_it_or_it_is_declared_public():
     for metric in (None, "epsilon", "step", "val_loss"):
         refuse_private_metric("EarlyStopping", metric, {"val_loss"})

@@ -5,6 +5,8 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+
 from gredp.cli import main
 from gredp.training import tune as tuning
 from gredp.training.tune import TuneSettings, tune
@@ -26,6 +28,7 @@ def silent(folder: Path) -> None:
             assert not CLOCK.search(text), f"{path.name} tells a time"
 
 
+@pytest.mark.pages
 def test_nothing_that_a_run_leaves_tells_how_long_it_took(tmp_path):
     main(["train", *QUICK, "--json", "--out", str(tmp_path / "run")])
     silent(tmp_path / "run")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
-from gredp.privacy.accountant import epsilon, round_up
+from gredp.privacy.accountant import check_delta_for, epsilon, round_up
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.ledger import Entry
 from gredp.sampling import PoissonBatchSampler, poisson_loader
@@ -31,7 +31,8 @@ class Budget:
     its proven ε ends at most there. Whatever calls the optimizer: the ledger asks before it charges, and a
     step that would pass either end is refused, so that nothing of it is released.
 
-    `options` go to `PrivacyEngine.make_private`. With a `folder` every step is charged on the disk, and a run
+    `options` go to `PrivacyEngine.make_private`, but for `allow_large_delta`, which is that of
+    `make_private_with_epsilon`. With a `folder` every step is charged on the disk, and a run
     that broke off goes on from there: see `PrivacyEngine.load`.
     """
 
@@ -51,6 +52,8 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise GredpError("give either target_epsilon or noise_multiplier")
+        self.options = dict(self.options)
+        self.allow_large_delta = self.options.pop("allow_large_delta", False)
         for name in {"sample_rate", "claim", "correlation_bands", "noise_schedule"} & set(self.options):
             raise GredpError(f"{name} is not for adapters: use PrivacyEngine in a loop of your own")
 
@@ -68,6 +71,7 @@ class Budget:
         assert isinstance(sampler, PoissonBatchSampler)
         if not (steps >= 1 and math.isfinite(steps)):
             raise GredpError(f"the number of steps must be fixed and positive before training, not {steps}")
+        check_delta_for(self.delta, sampler.expected / sampler.sample_rate, self.allow_large_delta)
         self.steps, self.before = int(steps), self.engine.ledger.steps
         multiplier, spent = self.noise_multiplier, self.engine.ledger.entries
         if multiplier is None:

@@ -376,6 +376,21 @@ def _reordered_views(x: Tensor) -> None:
     )
 
 
+def _large_delta(x: Tensor) -> None:
+    model = nn.Linear(6, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        PrivacyEngine(accountant="rdp").make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(TensorDataset(x), batch_size=1),
+            target_epsilon=1.0,
+            target_delta=1 / len(x),
+            epochs=1,
+            max_grad_norm=CLIP,
+        )
+
+
 def _past_the_target(x: Tensor) -> None:
     """Two steps for each batch of an adapter's run, the second one without a new draw."""
     model = nn.Linear(6, 3)
@@ -404,6 +419,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
         [ledger_.Entry(1.0, rate, 1, None, BANDS, "a") for rate in (1.0, 0.01)]
     ),
     "a step past the target of an adapter": _past_the_target,
+    "a delta of one in the records": _large_delta,
     "a training loss that decides": lambda x: refuse_private_metric("EarlyStopping", "train_loss", ()),
     "more inputs than records": _rows,
     "views that a collate function may reorder": _reordered_views,

@@ -93,6 +93,7 @@ SELF_TEST = [
     ),
     Planted(bugs.kinds_of_steps_mixed_in_a_split, checks.refusal, ("two rates in one split",)),
     Planted(bugs.a_target_that_nobody_keeps, checks.refusal, ("a step past the target of an adapter",)),
+    Planted(bugs.any_delta_certified, checks.refusal, ("a delta of one in the records",)),
     Planted(bugs.private_losses_that_decide, checks.refusal, ("a training loss that decides",)),
     Planted(bugs.rows_not_compared_with_records, checks.refusal, ("more inputs than records",)),
     Planted(

@@ -19,6 +19,7 @@ it may be some percent where rare large losses prevail (a rate of 1e-4 at z = 1)
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from decimal import ROUND_CEILING, Decimal
@@ -34,12 +35,43 @@ AccountantName = Literal["pld", "rdp"]
 LARGEST_MU = 1e5
 #: above it the widest rounding of losses overflows, and Rényi divergences are as good
 LARGEST_PLD = 1e6
+#: δ times records from which a run is warned
+LARGE_DELTA = 0.1
 ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 96, 128, 192, 256, 384, 512, 1024)
 
 
 def check_delta(delta: float) -> None:
     if not 0 < delta < 1:
         raise GredpError(f"delta must lie strictly between 0 and 1, not {delta}")
+
+
+def refuse_large_delta(delta: float, records: float, allow_large: bool = False) -> None:
+    """Refuse a δ from 1/records on, unless it is `allow_large`: told so explicitly.
+
+    At δ = 1/records publishing a record at random has ε = 0, so such an ε says nothing. `records` are as
+    many as are public: where their number is confidential, the batch over the stated rate.
+    """
+    check_delta(delta)
+    if delta * records >= 1 and not allow_large:
+        raise GredpError(
+            f"δ × {records:,.0f} records is {delta_times(delta, records)}, or say with allow_large_delta "
+            "(--allow-large-delta) that you mean it: publishing a record at random would pass for private"
+        )
+
+
+def check_delta_for(delta: float, records: float, allow_large: bool = False) -> None:
+    """As above, with a warning from δ = 1/(10 records) on."""
+    refuse_large_delta(delta, records, allow_large)
+    if delta * records > LARGE_DELTA:
+        warnings.warn(f"δ × {records:,.0f} records is {delta_times(delta, records)}", stacklevel=3)
+
+
+def delta_times(delta: float, records: float) -> str:
+    """δ times records for print: so many are exposed whole in the worst case that δ allows, on average."""
+    product = f"{delta * records:.2g}"
+    if delta * records <= LARGE_DELTA:
+        return product
+    return f"{product}, above {LARGE_DELTA:g}: take δ below {LARGE_DELTA / records:.1g}"
 
 
 def check_accountant(name: str) -> None:

@@ -7,7 +7,7 @@ from gredp.errors import GredpError
 from gredp.mechanisms import mechanism
 from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.select import noise_scale
-from gredp.privacy.accountant import AccountantName, check_delta, epsilon
+from gredp.privacy.accountant import AccountantName, check_delta, epsilon, refuse_large_delta
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
 from gredp.privacy.choose_bands import choose_bands
@@ -30,6 +30,7 @@ def quote(
     accountant: AccountantName = "pld",
     bands: int | Literal["auto"] = 1,
     momentum: float = 0.9,
+    allow_large_delta: bool = False,
 ) -> dict[str, Any]:
     """Proven and claimed ε, multiplier and σ of `epochs` passes at batch_size/records.
 
@@ -51,6 +52,8 @@ def quote(
         raise GredpError("give either --sigma or --epsilon")
     if sigma is not None and not (sigma >= 0 and math.isfinite(sigma)):
         raise GredpError(f"--sigma must be 0 or more and finite, not {sigma}")
+    if method != "plain":
+        refuse_large_delta(delta, records, allow_large_delta)
     clipping = "layer_wise" if layers > 1 else None
     mean_rate, steps = batch_size / records, epochs * math.ceil(records / batch_size)
     if bands == "auto":

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from gredp import __version__
-from gredp.privacy.accountant import epsilon, round_up
+from gredp.privacy.accountant import LARGE_DELTA, delta_times, epsilon, round_up
 from gredp.privacy.ledger import mechanisms
 from gredp.report import figures
 from gredp.report.facts import Facts, printable
@@ -88,6 +88,9 @@ def _banners(run: Facts) -> list[tuple[str, str, str]]:
         found.append(("alarm", "No privacy.", "ε is infinite: something was released without noise."))
     if run.audit and run.audit["refuted"]:
         found.append(("alarm", "The audit refutes this method.", "See below."))
+    if run.private and run.data and run.spent.delta * run.data["records"] > LARGE_DELTA:
+        text = f"Times the training records it is {delta_times(run.spent.delta, run.data['records'])}."
+        found.append(("note", "δ is large.", text))
     if not run.finished:
         of = f" of {_count(run.planned_steps)}" if run.planned_steps else ""
         text = f"{_count(_own_steps(run))}{of} steps are charged, and ε is what they have spent so far."
@@ -102,6 +105,7 @@ def _figures_of_merit(run: Facts) -> list[tuple[str, str]]:
     ]
     if run.data:
         rows.append(("training records", _count(run.data["records"])))
+        rows.append(("δ × records", f"{run.spent.delta * run.data['records']:.2g}"))
     if run.accuracy is not None:
         rows.append((run.judged_by.replace("_", " "), f"{100 * run.accuracy:.2f} %"))
     return rows

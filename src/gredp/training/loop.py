@@ -167,6 +167,7 @@ def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: P
     weights = engine.fork(settings.fork) if settings.fork is not None else None
     target: dict[str, Any] = {"target_epsilon": settings.epsilon, "target_delta": settings.delta}
     target |= {"epochs": settings.epochs, "correlation_bands": settings.correlation_bands}
+    target["allow_large_delta"] = settings.allow_large_delta
     folder = Path(settings.out or new_folder(settings.dataset, settings.method))
     if settings.normalise and weights is None:
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.

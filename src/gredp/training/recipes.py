@@ -27,7 +27,7 @@ from gredp.training.settings import OF_ONE_START, TrainSettings
 FOLDER = files("gredp") / "recipes"
 LARGEST = 1 << 20
 #: what a file does not decide for whoever runs it
-NOT_FOR_FILES = (*OF_ONE_START, "recipe", "insecure_seed")
+NOT_FOR_FILES = (*OF_ONE_START, "recipe", "insecure_seed", "allow_large_delta")
 
 
 def names() -> list[str]:

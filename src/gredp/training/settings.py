@@ -26,7 +26,14 @@ FOR_FEATURES = ("linear", "scatter-cnn")
 #: settings that belong to one start of a run, not to the run
 OF_ONE_START = ("resume", "fork", "out", "json", "track")
 #: settings that may differ when a run goes on: its result does not depend on them
-MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_seconds", "pretrained")
+MAY_CHANGE = (
+    *OF_ONE_START,
+    "max_physical_batch_size",
+    "data_dir",
+    "checkpoint_seconds",
+    "pretrained",
+    "allow_large_delta",
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class TrainSettings:
     """proven: the target is a true ε. paper: σ as the paper takes it, and the ε that this really costs"""
     epsilon: float = 2.0
     delta: float = 1e-5
+    allow_large_delta: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """take a --delta of one in the number of records or more, at which ε says little"""
     accountant: AccountantName = "pld"
     epochs: int = 20
     batch_size: int = 192

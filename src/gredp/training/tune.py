@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gredp.errors import GredpError
-from gredp.privacy.accountant import epsilon
+from gredp.privacy.accountant import check_delta_for, epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.selection import calibrate_selection, check_trials, draw_trials, selected_epsilon
 from gredp.sealed import make_folder, write
@@ -117,6 +117,7 @@ def _trial(settings: TuneSettings, records: int) -> tuple[Entry, Entry]:
         raise GredpError(
             f"the batch size {settings.batch_size} is larger than the {records} training records"
         )
+    check_delta_for(settings.delta, records, settings.allow_large_delta)
     rate = settings.batch_size / records
     steps = settings.epochs * math.ceil(records / settings.batch_size)
     score = Entry(settings.score_noise, 1.0, 1)
