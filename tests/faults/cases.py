@@ -3,11 +3,11 @@
 CASES: dict[str, tuple[str, str]] = {
     "kill points": (
         "kill -9 before and after charge, noise, update, fsync, rename and unlink, and within a write",
-        "every noised step is charged, no draw repeated; goes on from a whole checkpoint, ends within ε",
+        "every noised step is charged, no draw repeated; resumes from an intact checkpoint, ends within ε",
     ),
     "kill at start": (
         "kill -9 while the run's folder is made",
-        "goes on, or is refused in one line with nothing charged",
+        "resumes, or is rejected in one line with nothing charged",
     ),
     "kill again": (
         "one run killed after every second step until its budget is spent",
@@ -16,42 +16,42 @@ CASES: dict[str, tuple[str, str]] = {
     "kill random": ("kill -9 at random times", "as at the named points"),
     "kill user": (
         "`gredp train`, kill -9, `gredp train --resume`, Ctrl-C, as typed",
-        "goes on; each message is one line that says how to go on",
+        "resumes; each message is one line that says how to resume",
     ),
     "signals": ("SIGINT, SIGTERM, in training and before", "checkpoint without loss, exit status 130 or 143"),
     "damaged checkpoint": (
         "checkpoint cut at every 1/50 of its length, emptied, single bits flipped",
         "always detected; the one before it is used, with a warning",
     ),
-    "no checkpoint": ("both checkpoints damaged", "refused"),
+    "no checkpoint": ("both checkpoints damaged", "rejected"),
     "edited": (
         "ε or noise multiplier edited in settings, checkpoint or ledger",
-        "detected; refused or passed over",
+        "detected; rejected or skipped",
     ),
     "damaged ledger": (
         "ledger with bits flipped, lines removed, repeated, moved, or cut behind a checkpoint",
-        "refused; a last line cut off by a crash counts as a step",
+        "rejected; a last line cut off by a crash counts as a step",
     ),
     "disk full": (
         "RLIMIT_FSIZE and a small tmpfs, while charging and while writing a checkpoint",
-        "one line; the old checkpoint is whole; goes on when there is room",
+        "one line; the old checkpoint is intact; resumes when there is room",
     ),
-    "read-only": ("folder of mode 500", "refused before training"),
+    "read-only": ("folder of mode 500", "rejected before training"),
     "small data": (
         "empty draw, batch of one, N smaller than the batch, N = 0",
-        "works, works, refused with the numbers, refused",
+        "works, works, rejected with the numbers, rejected",
     ),
     "bad data": (
         "labels −1, K, float, of another length; images of other shapes or types, NaN, infinite",
-        "refused at load, before any charge",
+        "rejected at load, before any charge",
     ),
     "bad options": (
         "ε, δ, σ, C, learning rate, batch size out of range or not numbers",
-        "refused in one line",
+        "rejected in one line",
     ),
     "changed settings": (
         "another z, C, rate, method, loss, number of processes or data on resume",
-        "refused with both values; a fork composes",
+        "rejected with both values; a fork composes",
     ),
     "one lock": ("20 resumes of one run at once", "exactly one trains; a dead process' lock is free"),
     "copied folder": (
@@ -60,11 +60,11 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "crafted checkpoint": (
         "pickles, oversized or lying headers, deep JSON, links, pipes, sparse files, seals made right",
-        "refused; nothing runs, nothing is written elsewhere",
+        "rejected; nothing runs, nothing is written elsewhere",
     ),
     "crafted data": (
         "archives with ../, pickles, code in headers, bombs, flipped bits",
-        "refused, or read unchanged; nothing runs, nothing is written",
+        "rejected, or read unchanged; nothing runs, nothing is written",
     ),
     "ranks' noise": (
         "1, 2 and 4 processes: noise added by each, summed, averaged, divided; one seed for all",
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "lost rank": (
         "one of several processes killed, stopped (SIGSTOP) or told to end, at each point of a step",
-        "all end within the timeout; charged before released; only the first writes; goes on",
+        "all end within the timeout; charged before released; only the first writes; resumes",
     ),
     "ranks apart": (
         "a process steps an old batch, another model, without a backward, or holds other records",
