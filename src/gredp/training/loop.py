@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -169,15 +169,13 @@ def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: P
     target |= {"epochs": settings.epochs, "correlation_bands": settings.correlation_bands}
     target["allow_large_delta"] = settings.allow_large_delta
     folder = Path(settings.out or new_folder(settings.dataset, settings.method))
+    query = statistics = None
     if settings.normalise and weights is None:
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
         query = _query(settings, data)
         statistics = release(engine, data.x_train, query)
-        session = _session(settings, folder, data, front, engine, target)
-        session.query = describe(query)
-        cast(ChannelNorm, session.model.get_submodule("normalise")).take(statistics, len(data.y_train))
-    else:
-        session = _session(settings, folder, data, front, engine, target)
+    session = _session(settings, folder, data, front, engine, target, statistics)
+    session.query = None if query is None else describe(query)
     if weights is not None:
         load_weights(session.model, weights)
     engine.secret.incarnation, _ = from_first(lambda: _found(session), "the folder of the run")
@@ -244,13 +242,17 @@ def _session(
     front: Front | None,
     engine: PrivacyEngine,
     noise: dict[str, Any],
+    statistics: Tensor | None = None,
 ) -> Session:
+    """`statistics` of the features, as released, are in the model before it is made private."""
     torch.manual_seed(settings.seed)
     model = build(_network(settings, data), data.input_shape, data.classes, _block(settings, data))
     if front is not None:
         front.equip(model)
     if settings.normalise:
         norm = ChannelNorm(data.input_shape[0])
+        if statistics is not None:
+            norm.take(statistics, len(data.y_train))
         model = nn.Sequential(OrderedDict([("normalise", norm), ("network", model)]))
     optimizer = _optimizer(settings, model)
     loader = DataLoader(
