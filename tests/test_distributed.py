@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import replace
 from itertools import chain, count
 
 import pytest
@@ -394,6 +395,23 @@ def test_models_of_equal_plans_and_models_of_two_engines_are_told_apart():
         return refusal(one if rank() == 0 else two)
 
     assert all("of private model" in said for said in in_world(2, attempt))
+
+
+@pytest.mark.fault("ranks apart")
+@pytest.mark.parametrize("what", ["plan", "step"])
+def test_another_plan_or_another_place_in_the_ledger_is_told_apart(what):
+    def attempt() -> str:
+        ((_, step),) = two_models((1.0,))
+        optimizer = step.__defaults__[1]
+        if rank() and what == "plan":
+            optimizer._scaled = {f: replace(p, normalize=True) for f, p in optimizer._scaled.items()}
+        elif rank():
+            optimizer.ledger.charge(optimizer.certificate, 1.0)
+        return refusal(step)
+
+    first, second = in_world(2, attempt)
+    assert first == second
+    assert ("process 1 came to step 2 of private model 1" in first) == (what == "step")
 
 
 @pytest.mark.fault("ranks apart")
