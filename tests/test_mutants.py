@@ -261,6 +261,15 @@ MUTANTS = [
     Mutant(bugs.a_step_noised_again, test_randomness.test_a_step_is_noised_once),
     Mutant(bugs.charges_forgotten_on_resume, stays_charged),
     Mutant(
+        bugs.lines_cut_off_a_ledger_not_missed,
+        in_a_new_folder(test_runs.test_a_ledger_that_was_shortened_is_not_loaded),
+        (False,),
+    ),
+    Mutant(
+        bugs.a_ledger_believed_whatever_else_is_there,
+        in_a_new_folder(test_runs.test_a_checkpoint_shows_that_ledger_and_mark_were_shortened),
+    ),
+    Mutant(
         bugs.a_shape_that_is_believed,
         in_a_new_folder(test_checkpoint.test_weights_of_a_shape_are_computed_and_not_believed),
     ),

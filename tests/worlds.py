@@ -1,6 +1,7 @@
 """Small models and data sets made private in every way the engine offers; shared by the laws."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import BlockCirculantLinear, PrivacyEngine, SpectralConv2d
 from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.ledger_file import parse
+from gredp.privacy.ledger_mark import create_mark
 
 HALVES = (math.sqrt(0.5), math.sqrt(0.5))
 
@@ -140,3 +143,15 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def roll_back(run: Path, lines: int, *also: str) -> None:
+    """The folder as it was when its ledger had so many lines: with the mark, and without what came later."""
+    ledger = run / "ledger"
+    content = ledger.read_bytes().splitlines(keepends=True)[:lines]
+    ledger.write_bytes(b"".join(content))
+    written = parse(ledger, b"".join(content))
+    create_mark(ledger, lines, written.steps, written.seals[-1])
+    for name in also:
+        for path in run.glob(name):
+            path.unlink()

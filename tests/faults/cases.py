@@ -2,7 +2,7 @@
 
 CASES: dict[str, tuple[str, str]] = {
     "kill points": (
-        "kill -9 before and after charge, noise, update, fsync, rename and unlink, and within a write",
+        "kill -9 before and after charge, mark, noise, update, fsync, rename and unlink, and within a write",
         "every noised step is charged, no draw repeated; resumes from an intact checkpoint, ends within ε",
     ),
     "kill at start": (
@@ -29,8 +29,8 @@ CASES: dict[str, tuple[str, str]] = {
         "detected; rejected or skipped",
     ),
     "damaged ledger": (
-        "ledger with bits flipped, lines removed, repeated, moved, or cut behind a checkpoint",
-        "rejected; a last line cut off by a crash counts as a step",
+        "ledger with bits flipped, lines removed, repeated, moved, or cut off its end; mark torn or gone",
+        "rejected; a last line cut off by a crash counts as a step, a torn mark as the previous one",
     ),
     "disk full": (
         "RLIMIT_FSIZE and a small tmpfs, while charging and while writing a checkpoint",
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, str]] = {
         "both branches are charged, each to its own ledger",
     ),
     "crafted checkpoint": (
-        "pickles, oversized or lying headers, deep JSON, links, pipes, sparse files, seals made right",
+        "pickles, oversized or lying headers, deep JSON, links, pipes, sparse files, numbers out of range",
         "rejected; nothing runs, nothing is written elsewhere",
     ),
     "crafted data": (

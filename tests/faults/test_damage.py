@@ -10,6 +10,7 @@ import shutil
 import struct
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from children import assert_nothing_was_forgotten, error, run, small_data, train_arguments
 
+from gredp import PrivacyEngine
 from gredp.cli import main
 from gredp.data import load
 from gredp.errors import GredpError
@@ -24,16 +26,24 @@ from gredp.privacy.ledger_file import LedgerFile
 from gredp.sealed import read_document, seal, write, write_document
 from gredp.training.checkpoint import model_tensors
 from gredp.training.run_folder import RunFolder
+from worlds import roll_back
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory) -> Path:
-    """A run with two checkpoints and steps charged after the second, never finished."""
-    folder = tmp_path_factory.mktemp("interrupted")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
     small_data(folder)
     main(train_arguments(folder))
-    (folder / "run" / "record.json").unlink()
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def interrupted(finished, tmp_path_factory) -> Path:
+    """A run with two checkpoints and steps charged after the second, never finished."""
+    run = tmp_path_factory.mktemp("interrupted") / "run"
+    shutil.copytree(finished, run)
+    (run / "record.json").unlink()
+    return run
 
 
 @pytest.fixture
@@ -130,9 +140,32 @@ def test_a_ledger_shorter_than_its_checkpoint_is_refused(copy, capsys):
     assert "has no ledger" in refused(capsys, copy)
 
 
-def refused(capsys, path: Path) -> str:
+@pytest.mark.fault("damaged ledger")
+@pytest.mark.parametrize("left", ["checkpoint-*", "record.json", "metrics.json", "ledger.mark"])
+def test_whatever_a_folder_still_holds_shows_that_its_ledger_was_shortened(finished, tmp_path, capsys, left):
+    """Everything but one file rolled back by three lines; each command reads it in the same place."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    lines, kept = (run / "ledger").read_bytes().count(b"\n"), (run / "ledger.mark").read_bytes()
+    roll_back(run, lines - 3, *({"checkpoint-*", "record.json", "metrics.json"} - {left}))
+    if left == "ledger.mark":
+        (run / left).write_bytes(kept)
+    words = "ledger lacks lines that were there at 10 steps: "
+    if left in ("record.json", "metrics.json"):
+        words = f"ledger has 7 steps, {left} tells of 10: "
+    commands = [["ledger"], ["report"], *([["train", "--resume"]] if left != "record.json" else [])]
+    for command in commands:
+        message = refused(capsys, run, command)
+        assert words + "what was spent is not known any more" in message
+    with pytest.raises(GredpError, match=words):
+        RunFolder.open(run)
+    with pytest.raises(GredpError, match=words):
+        PrivacyEngine().fork(run)
+
+
+def refused(capsys, path: Path, command: Sequence[str] = ("train", "--json", "--resume")) -> str:
     with pytest.raises(SystemExit) as stop:
-        main(["train", "--resume", str(path), "--json"])
+        main([*command, str(path)])
     message = capsys.readouterr().err
     assert stop.value.code == 2
     assert message.count("\n") == 1

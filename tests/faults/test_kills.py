@@ -34,7 +34,7 @@ from gredp.training.run_folder import RunFolder
 EVERY_STEP = ("--checkpoint-seconds", "0")
 WHEN = ("before", "after")
 #: calls that a run makes while it begins
-BEFORE_THE_FIRST_STEP = {"fsync": 9, "rename": 4, "unlink": 4, "write": 4}
+BEFORE_THE_FIRST_STEP = {"fsync": 11, "rename": 5, "unlink": 5, "write": 4, "mark": 2}
 
 
 def resume(folder: Path, *more: str, prepare=lambda: None) -> int:
@@ -94,7 +94,7 @@ def test_every_method_goes_on(folder, method):
 
 
 @pytest.mark.fault("kill at start")
-@pytest.mark.parametrize("nth", range(1, 10))
+@pytest.mark.parametrize("nth", range(1, 12))
 def test_a_kill_while_the_run_begins_leaves_nothing_half_done(folder, nth):
     assert run(folder, train_arguments(folder), lambda: kill_at(f"before fsync {nth}")) == -signal.SIGKILL
     status = resume(folder)

@@ -1,5 +1,6 @@
 """The ledger on the disk: what is in it was there before the noise, and what was changed in it is found."""
 
+import json
 import math
 import os
 import random
@@ -10,6 +11,8 @@ from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate, Release
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.ledger_file import LedgerFile, parse, read_ledger
+from gredp.privacy.ledger_mark import SLOT, beside, create_mark, read_mark
+from gredp.sealed import seal
 
 
 def certificate(z: float) -> Certificate:
@@ -66,7 +69,7 @@ def test_a_charge_is_in_the_file_before_it_is_in_memory(tmp_path, monkeypatch):
 
 @pytest.mark.fault("damaged ledger")
 def test_every_cut_is_found_or_stays_charged(tmp_path, record_property):
-    """A cut within a line is a crash, and the step counts. A cut at a line end cannot be seen."""
+    """A cut within a line is a crash, and the step counts. A cut at a line end is seen by the mark alone."""
     path = tmp_path / "ledger"
     written(path)
     whole = path.read_bytes()
@@ -85,6 +88,7 @@ def test_every_cut_is_found_or_stays_charged(tmp_path, record_property):
         if size % 40:  # syncing takes its time
             continue
         path.write_bytes(whole[:size])
+        create_mark(path, len(found.seals), done, found.seals[-1])
         file = LedgerFile.open(path)  # mended: the same figure, in whole lines
         assert (file.written.steps, file.written.torn) == (found.steps, False)
         file.append(Entry(1.0, 0.5, 1))
@@ -174,3 +178,104 @@ def test_an_interrupt_while_a_charge_is_written_ends_the_file_and_loses_nothing(
     with pytest.raises(GredpError, match="is closed"):
         ledger.charge(certificate(1.0), 0.5)
     assert read_ledger(tmp_path / "ledger").steps == 2
+
+
+# ------------------------------------------------------------------ the mark
+
+
+def cut(path, lines: int) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
+
+
+@pytest.mark.fault("damaged ledger")
+def test_lines_cut_off_the_end_are_missed(tmp_path):
+    """At every line end, also behind the last checkpoint."""
+    path = tmp_path / "ledger"
+    written(path)
+    whole = path.read_bytes()
+    for lines in range(1, whole.count(b"\n")):
+        cut(path, lines)
+        for read in (read_ledger, LedgerFile.open):
+            with pytest.raises(GredpError, match="lacks lines that were there at 4 steps"):
+                read(path)
+        path.write_bytes(whole)
+    assert read_ledger(path).steps == 4
+
+
+@pytest.mark.fault("damaged ledger")
+def test_a_crash_between_a_line_and_its_mark_is_no_loss(tmp_path):
+    """The ledger may be ahead of its mark, and goes on."""
+    path = tmp_path / "ledger"
+    written(path)
+    before = beside(path).read_bytes()
+    file = LedgerFile.open(path)
+    file.append(Entry(1.0, 0.5, 1, 4.0))
+    file.close()
+    beside(path).write_bytes(before)
+    assert read_ledger(path).steps == 5
+    file = LedgerFile.open(path)
+    file.append(Entry(1.0, 0.5, 1, 4.0))
+    file.close()
+    assert (read_ledger(path).steps, read_mark(path)["steps"]) == (6, 6)
+
+
+@pytest.mark.fault("damaged ledger")
+def test_a_mark_torn_anywhere_is_the_one_before_it(tmp_path, record_property):
+    """A crash within the write of either slot: the run goes on, and what is cut behind it is missed."""
+    path = tmp_path / "ledger"
+    for charges in (3, 4):
+        written(path, [(1.0, 0.5)] * charges)
+        old = beside(path).read_bytes()
+        file = LedgerFile.open(path)
+        file.append(Entry(1.0, 0.5, 1, 4.0))
+        file.close()
+        new, lines = beside(path).read_bytes(), path.read_bytes().count(b"\n")
+        start = lines % 2 * SLOT
+        for size in range(SLOT):
+            beside(path).write_bytes(new[: start + size] + old[start + size :])
+            assert read_ledger(path).steps == charges + 1
+            assert read_mark(path)["lines"] >= lines - 1
+        whole = path.read_bytes()
+        cut(path, lines - 2)
+        with pytest.raises(GredpError, match="lacks lines"):
+            read_ledger(path)
+        path.write_bytes(whole)
+    record_property("injected", 2 * SLOT)
+
+
+@pytest.mark.fault("damaged ledger")
+def test_a_mark_that_is_gone_is_refused_and_an_old_ledger_has_none(tmp_path):
+    path = tmp_path / "ledger"
+    written(path)
+    for content in (b"", b"x" * 2 * SLOT, b"\0" * 2 * SLOT):
+        beside(path).write_bytes(content)
+        with pytest.raises(GredpError, match=r"ledger.mark is damaged: it has no whole slot"):
+            read_ledger(path)
+    beside(path).unlink()
+    for read in (read_ledger, LedgerFile.open):
+        with pytest.raises(GredpError, match=r"ledger.mark is not there"):
+            read(path)
+    old, _ = seal(json.dumps({"line": "open", "format": "gredp-ledger", "version": 1, "inherited": []}))
+    path.write_text(old)
+    file = LedgerFile.open(path)
+    file.append(Entry(1.0, 0.5, 1))
+    file.close()
+    assert read_ledger(path).steps == 1
+    assert not beside(path).exists()
+
+
+def test_noise_is_drawn_for_a_line_with_a_mark_only(tmp_path, monkeypatch):
+    """A mark that cannot be written is a charge that cannot be."""
+    ledger = written(tmp_path / "ledger")
+    ledger.keep_in(LedgerFile.open(tmp_path / "ledger"))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(GredpError, match="cannot be written: No space left on device"):
+            ledger.charge(certificate(1.0), 0.5, 4.0)
+    with pytest.raises(GredpError, match="is closed"):
+        ledger.charge(certificate(1.0), 0.5, 4.0)
+    assert read_ledger(tmp_path / "ledger").steps == 5  # on the disk, and so charged

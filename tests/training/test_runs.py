@@ -15,11 +15,12 @@ from gredp import GredpError, PrivacyEngine
 from gredp.cli import main
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger_file import read_ledger
-from gredp.sealed import write_document
+from gredp.sealed import read_document, write_document
 from gredp.training.record import header, plain_numbers
 from gredp.training.run_folder import RunFolder
 from gredp.training.settings import TrainSettings
-from worlds import MECHANISMS, batches, one_step, records, small_model, weights, world
+from gredp.training.spent import spent
+from worlds import MECHANISMS, batches, one_step, records, roll_back, small_model, weights, world
 
 DELTA = 1e-5
 
@@ -72,6 +73,50 @@ def test_steps_after_the_last_checkpoint_stay_charged(tmp_path):
     assert (written.incarnations, written.steps, written.inherited) == (2, 6, 1)
     assert epsilon(written.entries, DELTA) == engine.get_epsilon(DELTA)
     engine.detach()
+
+
+@pytest.mark.fault("damaged ledger")
+@pytest.mark.parametrize("newest_gone", [False, True])
+def test_a_ledger_that_was_shortened_is_not_loaded(tmp_path, newest_gone):
+    """14 steps, checkpoints at 5 and 11; cut behind the newer, or behind the older with the newer deleted."""
+    model, private, engine = world(noise_multiplier=1.0)
+    for step, (x, y) in enumerate(batches(14)):
+        if step in (5, 11):
+            engine.save(tmp_path / "run")
+        one_step(model, private, x, y)
+    engine.detach()
+    run = tmp_path / "run"
+    older, newer = sorted(run.glob("checkpoint-*.json"))
+    lines = read_document(older if newest_gone else newer)["ledger"]["lines"]
+    if newest_gone:
+        newer.unlink()
+        newer.with_suffix(".safetensors").unlink()
+    whole = (run / "ledger").read_bytes()
+    (run / "ledger").write_bytes(b"".join(whole.splitlines(keepends=True)[:lines]))
+    _, _, engine = world(noise_multiplier=1.0)
+    with pytest.raises(GredpError, match="lacks lines that were there at 14 steps"):
+        engine.load(run)
+    assert engine.ledger.steps == 0
+    (run / "ledger").write_bytes(whole)
+    engine.load(run)
+    assert engine.ledger.steps == 14
+    engine.detach()
+
+
+@pytest.mark.fault("damaged ledger")
+def test_a_checkpoint_shows_that_ledger_and_mark_were_shortened(tmp_path):
+    model, private, engine = world(noise_multiplier=1.0)
+    engine.save(tmp_path / "run")
+    for x, y in batches(5):
+        one_step(model, private, x, y)
+    engine.save(tmp_path / "run")
+    engine.detach()
+    roll_back(tmp_path / "run", 4)
+    assert read_ledger(tmp_path / "run" / "ledger").steps == 1
+    _, _, engine = world(noise_multiplier=1.0)
+    for read in (spent, engine.load, PrivacyEngine().fork):
+        with pytest.raises(GredpError, match="lacks lines that were there at 5 steps"):
+            read(tmp_path / "run")
 
 
 @pytest.mark.fault("changed settings")

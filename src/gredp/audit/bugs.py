@@ -38,6 +38,7 @@ import gredp.randomness as randomness
 import gredp.sampling as sampling
 import gredp.spectrum as spectrum
 import gredp.training.checkpoint as checkpoint
+import gredp.training.evidence as evidence
 import gredp.training.loop as loop
 import gredp.training.record as record
 import gredp.validation as validation
@@ -455,6 +456,14 @@ def charges_written_late(patch: Patch) -> None:
         held[:] = [entry]
 
     patch.setattr(ledger_file.LedgerFile, "append", late)
+
+
+def lines_cut_off_a_ledger_not_missed(patch: Patch) -> None:
+    patch.setattr(ledger_file, "refuse_missing", lambda *place: None)
+
+
+def a_ledger_believed_whatever_else_is_there(patch: Patch) -> None:
+    patch.setattr(evidence.Evidence, "refuse_less", lambda self, written: None)
 
 
 def a_fork_that_forgets_its_parent(patch: Patch) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from gredp.errors import GredpError
 from gredp.privacy import ledger as ledger_
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
+from gredp.privacy.ledger_file import LedgerFile, read_ledger
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 
@@ -404,6 +407,17 @@ def _past_the_target(x: Tensor) -> None:
             _released(model, optimizer, batch)
 
 
+def _shortened_ledger(x: Tensor) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger"
+        file = LedgerFile.create(path)
+        for _ in range(2):
+            file.append(ledger_.Entry(1.0, 0.5, 1))
+        file.close()
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+        read_ledger(path)
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "batch normalisation": lambda x: _attempt(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), x),
     "a buffer that follows the data": _following_buffer,
@@ -415,6 +429,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a parameter unfrozen after make_private": _unfrozen,
     "a foreign parameter in the optimizer": _foreign,
     "a batch out of turn under correlated noise": _out_of_turn,
+    "a ledger with a line cut off": _shortened_ledger,
     "two rates in one split": lambda x: ledger_.mechanisms(
         [ledger_.Entry(1.0, rate, 1, None, BANDS, "a") for rate in (1.0, 0.01)]
     ),

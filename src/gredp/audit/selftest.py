@@ -91,6 +91,7 @@ SELF_TEST = [
     Planted(
         bugs.batches_out_of_turn_let_through, checks.refusal, ("a batch out of turn under correlated noise",)
     ),
+    Planted(bugs.lines_cut_off_a_ledger_not_missed, checks.refusal, ("a ledger with a line cut off",)),
     Planted(bugs.kinds_of_steps_mixed_in_a_split, checks.refusal, ("two rates in one split",)),
     Planted(bugs.a_target_that_nobody_keeps, checks.refusal, ("a step past the target of an adapter",)),
     Planted(bugs.any_delta_certified, checks.refusal, ("a delta of one in the records",)),

@@ -2,10 +2,11 @@
 
 Formal guarantee. When `append` returns, the charge is on the disk; so whatever happens to the process later,
 the ε read from the file is at least the ε spent. A last line that a crash cut off counts as one step more.
+Lines removed from its end are missed: a mark beside it says how far it has come (`ledger_mark`).
 
 | line | says |
 |---|---|
-| open | format, and the entries that were spent before (a fork inherits its parent's) |
+| open | format, the entries that were spent before (a fork inherits its parent's), and that there is a mark |
 | start | a new incarnation: a process that draws fresh noise |
 | cost | multiplier, rate and claim of each step that follows |
 | step | one step, charged before its noise was drawn |
@@ -20,6 +21,7 @@ from typing import Any
 
 from gredp.errors import GredpError
 from gredp.privacy.ledger import Entry, Ledger, merged, one_kind
+from gredp.privacy.ledger_mark import LedgerMark, create_mark, read_mark, refuse_missing
 from gredp.sealed import Damaged, cannot, one_line, read, seal, unseal, write
 
 FORMAT, VERSION = "gredp-ledger", 1
@@ -35,6 +37,8 @@ class Written:
     cost: Entry | None = None
     seals: list[str] = field(default_factory=list)
     torn: bool = False
+    #: ledgers from before there were marks have none
+    marked: bool = False
 
     @property
     def steps(self) -> int:
@@ -49,7 +53,7 @@ class Written:
             if (line["format"], line["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {line['format']} {line['version']}, not {FORMAT} {VERSION}")
             self.entries = list(Ledger.from_json(line["inherited"]).entries)
-            self.inherited = self.steps
+            self.inherited, self.marked = self.steps, line.get("mark") is True
         elif kind == "start":
             self.incarnations += 1
         elif kind == "cost":
@@ -68,8 +72,24 @@ class Written:
 
 
 def read_ledger(path: Path) -> Written:
-    """Verify every seal; anything but a last line cut off is refused."""
-    return parse(path, read(path))
+    """Verify every seal and the mark; anything but a last line cut off is refused."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[Written, bytes]:
+    """The mark comes first: a run that is under way moves both, and the ledger is never behind."""
+    noted: dict[str, Any] | Damaged
+    try:
+        noted = read_mark(path)
+    except Damaged as error:
+        noted = error
+    content = read(path)
+    written = parse(path, content)
+    if written.marked:
+        if isinstance(noted, Damaged):
+            raise noted
+        refuse_missing(path, written.seals, noted)
+    return written, content
 
 
 def parse(path: Path, content: bytes) -> Written:
@@ -96,23 +116,27 @@ class LedgerFile:
 
     def __init__(self, path: Path, written: Written) -> None:
         self.path, self.written = path, written
+        self._mark: LedgerMark | None = None
         try:
             self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         except OSError as error:
             raise cannot(path, "written", error) from None
+        if written.marked:
+            self._mark = LedgerMark(path)
 
     @classmethod
     def create(cls, path: Path, inherited: Iterable[Entry] = ()) -> "LedgerFile":
         before = [asdict(entry) for entry in inherited]
-        first = {"line": "open", "format": FORMAT, "version": VERSION, "inherited": before}
-        write(path, seal(json.dumps(first))[0].encode())
+        first = {"line": "open", "format": FORMAT, "version": VERSION, "inherited": before, "mark": True}
+        line, last = seal(json.dumps(first))
+        create_mark(path, 1, sum(row["steps"] for row in before), last)
+        write(path, line.encode())
         return cls(path, read_ledger(path))
 
     @classmethod
     def open(cls, path: Path) -> "LedgerFile":
         """Verified; a line that a crash cut off is replaced by the whole line that charges its step."""
-        content = read(path)
-        written = parse(path, content)
+        written, content = _read(path)
         if written.torn:
             whole = content.rpartition(b"\n")[0] + b"\n"
             if written.cost is not None:
@@ -144,15 +168,20 @@ class LedgerFile:
             while content:  # a disk that is nearly full takes a part, and says why with the next
                 content = content[os.write(self._descriptor, content) :]
             os.fsync(self._descriptor)
+            self.written.take(line, mark)
+            if self._mark is not None:
+                self._mark.move(len(self.written.seals), self.written.steps, mark)
         except OSError as error:
             self.close()  # the line may be there in part; only a new start may put it right
             raise cannot(self.path, "written", error) from None
         except BaseException:  # an interrupt: the line may be there and not be known
             self.close()
             raise
-        self.written.take(line, mark)
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gredp.errors import GredpError
-from gredp.sealed import Damaged, one_line, read, read_document
+from gredp.sealed import read_document
+from gredp.training.evidence import read_json
 from gredp.training.record import FORMAT, VERSION
 from gredp.training.settings import FILE, TrainSettings
 from gredp.training.spent import Spent, spent
@@ -132,23 +133,12 @@ def read_run(folder: str | Path) -> Facts:
     folder = Path(folder)
     counted = spent(folder)
     told = read_document(folder / FILE) if (folder / FILE).exists() else {}
-    facts = Facts(folder, counted, _json(folder / "record.json"), told, _json(folder / "metrics.json"))
+    facts = Facts(
+        folder, counted, read_json(folder / "record.json"), told, read_json(folder / "metrics.json")
+    )
     if facts.record and (facts.record.get("format"), facts.record.get("version")) != (FORMAT, VERSION):
         raise GredpError(f"{folder / 'record.json'} is not a record of this version of gredp")
     return facts
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(read(path))
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is damaged: {one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise Damaged(f"{path} is damaged: it holds no object")
-    return value
 
 
 def printable(text: str) -> str:

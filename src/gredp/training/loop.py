@@ -96,7 +96,11 @@ class Session:
 
     def publish(self) -> None:
         """What has been released so far, beside the weights: for whoever looks before the run ends."""
-        released = {"metrics": self.metrics, "spectrum": noise_spectrum(self.optimizer.private_step)}
+        released = {
+            "steps": self.engine.ledger.steps,
+            "metrics": self.metrics,
+            "spectrum": noise_spectrum(self.optimizer.private_step),
+        }
         write(self.folder / "metrics.json", (dumps(released) + "\n").encode())
 
     def stop_if_told(self) -> None:

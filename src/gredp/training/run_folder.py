@@ -5,6 +5,7 @@
 | settings.json | what the run was told, sealed (`gredp train` only) | once |
 | split | with correlation bands: the key that splits the records into parts, mode 600 | once |
 | ledger | every step charged, sealed line by line | fsync before each noisy update |
+| ledger.mark | how far the ledger has come | in place, fsync behind each of its lines |
 | checkpoint-N.safetensors | tensors | atomically; the last two are kept |
 | checkpoint-N.json | the rest, with the SHA-256 of the tensors, sealed | after its tensors |
 | metrics.json, record.json, model.safetensors, report.html | what is released | atomically |
@@ -23,7 +24,9 @@ from typing import Any
 from gredp.errors import GredpError
 from gredp.privacy.ledger import Entry
 from gredp.privacy.ledger_file import LedgerFile
+from gredp.privacy.ledger_mark import place
 from gredp.sealed import Damaged, cannot, read, read_document, write, write_document
+from gredp.training.evidence import open_spent
 
 #: largest checkpoint that is read
 LARGEST_TENSORS = 64 << 30
@@ -62,12 +65,12 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """A folder that a run left behind, with its ledger verified."""
-        if not (path / "ledger").exists():
+        """A folder that a run left behind; what it has spent is verified against all that it holds."""
+        if not (path / "ledger").exists():  # before a lock is left in a folder of something else
             raise GredpError(f"{path} is not the folder of a run: it has no ledger")
         folder = cls(path)
         try:
-            folder.ledger = LedgerFile.open(path / "ledger")
+            folder.ledger = open_spent(path)
         except BaseException:
             folder.close()
             raise
@@ -123,20 +126,12 @@ class RunFolder:
         path = self._file(number, "safetensors")
         try:
             size, digest = facts["tensors"]["size"], facts["tensors"]["sha256"]
-            place = facts["ledger"]
-            lines = slice(place["lines"] - 1, place["lines"])
-        except (KeyError, TypeError):
+            place(facts["ledger"])
+        except (KeyError, TypeError, ValueError):
             raise Damaged(f"{self._file(number, 'json')} is not a checkpoint") from None
         tensors = read(path, min(size, LARGEST_TENSORS))
         if hashlib.sha256(tensors).hexdigest() != digest:
             raise Damaged(f"{path} is damaged: its hash is not the one that was noted")
-        assert self.ledger is not None
-        if self.ledger.written.seals[lines] != [place["seal"]]:
-            # Not Damaged: an older checkpoint would hide that charges are missing.
-            raise GredpError(
-                f"{self.path / 'ledger'} lacks lines that were there at {place['steps']} steps: "
-                "what was spent is not known any more"
-            )
         return Checkpoint(tensors, facts)
 
     def _numbers(self, end: str = "") -> list[int]:

@@ -1,13 +1,13 @@
-"""What a run has spent, from its ledger alone: every line verified, ε recomputed. No torch."""
+"""What a run has spent: every line of its ledger verified, ε recomputed. No torch."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gredp.errors import GredpError
 from gredp.privacy.accountant import AccountantName, epsilon
-from gredp.privacy.ledger_file import Written, read_ledger
+from gredp.privacy.ledger_file import Written
 from gredp.privacy.paper_claims import claimed_epsilon
+from gredp.training.evidence import read_spent
 from gredp.training.settings import FILE, TrainSettings, saved_settings
 
 
@@ -41,11 +41,10 @@ class Spent:
 def spent(run: str | Path, delta: float | None = None, accountant: AccountantName | None = None) -> Spent:
     """By default at the run's own δ and with its accountant; 1e-5 and pld where it has no settings.
 
-    A folder without a ledger, or with one that is not what was written, is refused.
+    A folder without a ledger, with one that is not what was written, or with one that has less than anything
+    else in the folder shows, is refused.
     """
-    if not (Path(run) / "ledger").exists():
-        raise GredpError(f"{run} is not the folder of a run: it has no ledger")
-    written = read_ledger(Path(run) / "ledger")
+    written = read_spent(Path(run))
     own = saved_settings(str(run)) if (Path(run) / FILE).exists() else TrainSettings()
     delta, name = own.delta if delta is None else delta, accountant or own.accountant
     return Spent(written, delta, name, epsilon(written.entries, delta, name))
