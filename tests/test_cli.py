@@ -137,7 +137,7 @@ def test_training_leaves_a_record_and_a_model(capsys, tmp_path, method):
     assert record["versions"]["torch"]
     kept = {p.name.split("-0")[0] for p in folder.iterdir()}
     released = {"model.safetensors", "record.json", "metrics.json", "report.html"}
-    assert kept == released | {"checkpoint", "ledger", "lock", "settings.json"}
+    assert kept == released | {"checkpoint", "ledger", "ledger.mark", "lock", "settings.json"}
     weights = load_file(folder / "model.safetensors")
     assert sum(w.numel() for w in weights.values()) == record["parameters"]
     if method != "plain":
