@@ -253,6 +253,11 @@ MUTANTS = [
         test_clipped_sum.test_the_norm_holds_for_extreme_factors,
         ("linear", 1.8e19, 6e-20),
     ),
+    Mutant(
+        bugs.norms_without_their_allowance,
+        test_rounding.test_what_a_record_adds_is_never_longer_than_the_clip_norm,
+        ("many channels", "dpsgd"),
+    ),
     Mutant(bugs.weights_learned_before_the_release, test_engine.test_shaped_noise_learns_from_releases_only),
     Mutant(
         bugs.the_start_left_out_of_the_key,

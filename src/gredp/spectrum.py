@@ -144,8 +144,9 @@ def grid_energy(values: Tensor, axes: int) -> Tensor:
                 square_modulus(spectrum).sum(lead) if lead else square_modulus(spectrum), grid
             )
         parts = torch.view_as_real(spectrum).square_().flatten(1, len(lead)).flatten(2)
-        # A product with ones: sums over leading axes are slow otherwise.
-        energy = torch.matmul(parts.new_ones(1, parts.shape[1]), parts)[:, 0].double()
+        # Products with ones: sums over leading axes are slow otherwise. At most 64 in single precision.
+        energy = torch.cat([torch.matmul(p.new_ones(1, p.shape[1]), p) for p in parts.split(64, 1)], 1)
+        energy = energy.sum(1, dtype=torch.float64)
         return whole_energy(
             energy.view(*spectrum.shape[:1], *spectrum.shape[1 + len(lead) :], 2).sum(-1), grid
         )

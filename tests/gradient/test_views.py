@@ -129,7 +129,7 @@ def test_one_record_with_all_its_views_moves_the_sum_by_at_most_the_clip_norm(me
             extra = extra * factor.view(-1, 1, 1, 1)
             moved = one_step(model, optimizer, torch.cat([x, extra]), torch.cat([y, y[:4]]))
             moves.append(float((flat(moved) - base).double().norm()))
-    assert max(moves) <= 0.8 * (1 + 1e-5)
+    assert max(moves) <= 0.8 * (1 + 1e-6)
     assert max(moves) > 0.79  # the bound is met, so that four times less would not pass unnoticed
     assert optimizer.noise_multiplier == 0.0
 

@@ -115,7 +115,7 @@ def neighbours() -> Verdict:
             weights = torch.tensor([[1.0]] * 4 + [[scale]])
             more = torch.cat([x, torch.full((1, 6), float(size))])
             moved = float((_released(model, optimizer, more, weights) - base).norm())
-            if not moved <= clip * (1 + 1e-3):
+            if not moved <= clip * (1 + 1e-6):
                 return f"a record of {size:g}, loss times {scale:g}, moves the sum by {moved:.3g}, not {clip}"
     return None
 

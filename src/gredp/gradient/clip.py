@@ -1,8 +1,12 @@
 """Stage 2: bound each record. The factors are all that is needed; the gradients stay as they are stored.
 
 Formal guarantee. For every clip group the released contribution of a record, in the weighted spectral
-domain, has norm at most the group's clip_norm. A record whose gradient is not finite contributes zero,
-except where the norm is infinite, as in plain training: nothing is bounded there, as its certificate says.
+domain, has norm at most the group's clip_norm, as the numbers that are summed have it: norms come with an
+allowance for all that is rounded on the way (`PerSampleGradient.allowance`: 4e-6 of a norm in single
+precision). Where gradients are summed as factors whose terms cancel, and no record's own gradient is ever
+there, it is at most (1 + 1e-3) times that (LEAST_LEFT). A record whose gradient is not finite contributes
+zero, except where the norm is infinite, as in plain training: nothing is bounded there, as its certificate
+says.
 """
 
 import math
@@ -68,6 +72,13 @@ def _least(spectra: PerSampleSpectra, name: str, energy: Tensor, plan: StepPlan)
     return reach * LEAST_LEFT[gradient.dtype] ** 2
 
 
+def _rounding(spectra: PerSampleSpectra, view: BlockView, energy: Tensor) -> Tensor:
+    """`[b]`: the square of the allowance for rounding."""
+    transforms = 2 if view.padded else int(view.groups is not None)
+    allowance = spectra.gradients[view.block.name].allowance(transforms, math.prod(view.block.grid))
+    return energy.sum(1) * allowance**2
+
+
 def _unbounded(spectra: PerSampleSpectra) -> ClippedSpectra:
     """For balls without end: certified as no privacy at all."""
     factors = {
@@ -92,15 +103,17 @@ def clip(
         name: energies(gradient, views[name]).clamp(min=0) * spectra.scale**2
         for name, gradient in spectra.gradients.items()
     }
-    norms: dict[str, Tensor | None] = {}
+    norms: dict[str, Tensor | None] = {group.name: None for group in plan.groups}
     for group in plan.groups:
-        squared, least = [], []
+        terms = []
         for name in (n for n in group.blocks if n in found):
-            weights = squared_weights[name].to(found[name])
-            squared.append(found[name] @ weights)
-            least.append(_least(spectra, name, found[name], plan) * weights.max())
-        both = [torch.stack(parts).sum(0) for parts in (squared, least) if parts]
-        norms[group.name] = torch.maximum(*both).sqrt() if both else None
+            energy, weights = found[name], squared_weights[name].to(found[name])
+            least = _least(spectra, name, energy, plan) * weights.max()
+            rounding = _rounding(spectra, views[name], energy) * weights.max()
+            terms.append(torch.stack([energy @ weights, least, rounding]))
+        if terms:
+            squared, least, rounding = torch.stack(terms).sum(0)
+            norms[group.name] = torch.maximum(squared, least).sqrt() + rounding.sqrt()
     present = [n for n in norms.values() if n is not None]
     device = present[0].device if present else None
     kept = torch.ones(spectra.batch, dtype=torch.bool, device=device)

@@ -37,7 +37,7 @@ class Kernels(PerSampleGradient):
     shape: tuple[int, ...]
     on_gradient: tuple[bool, ...]  # for each axis of the kernel, whether it is among k'
     # What is asked of them first, taken while they were in cache:
-    norms: Tensor | None = None  # [b]
+    norms: Tensor | None = None  # [b], squared
     energies: Tensor | None = None  # [b, *grid]
 
     @property
@@ -66,7 +66,7 @@ class Kernels(PerSampleGradient):
         return self._offsets_first().permute(0, 1, last + 1, last, *offsets).reshape(self.batch, *self.shape)
 
     def squared_norm(self) -> Tensor:
-        return squares(self.values) if self.norms is None else self.norms.double().square()
+        return squares(self.values) if self.norms is None else self.norms
 
     def grid_energy(self) -> Tensor:
         if self.energies is not None:
@@ -78,7 +78,7 @@ class Kernels(PerSampleGradient):
         # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
         basis = real_basis(grid).to(self.values).t().expand(b * groups, size, size)
         waves = torch.bmm(basis, self._offsets_first().reshape(b * groups, size, -1))
-        energy = waves.square_().sum(2).view(b, groups, size).sum(1, dtype=torch.float64)
+        energy = squares(waves.flatten(0, 1)).view(b, groups, size).sum(1)
         return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -147,16 +147,14 @@ class Correlation(PerSampleGradient):
 
     def _materialised(self, spectral: bool = False, buffer: Buffer | None = None) -> "Kernels":
         values = (buffer or Buffer()).take((self.batch, *self._layout()), self.x)
-        norms, energies = self.x.new_empty(self.batch), []
-        for part, kernels in self._kernels(values):
+        norms, energies = [], []
+        for _, kernels in self._kernels(values):
             if spectral:
                 energies.append(kernels.grid_energy())
             else:
-                torch.linalg.vector_norm(kernels.values.flatten(1), dim=1, out=norms[part])
-        if spectral and energies:
-            energy = torch.cat(energies)
-            return Kernels(values, self.shape, self.split, energy.flatten(1).sum(1).sqrt(), energy)
-        return Kernels(values, self.shape, self.split, norms)
+                norms.append(kernels.squared_norm())
+        taken = (torch.cat(parts) if parts else None for parts in (norms, energies))
+        return Kernels(values, self.shape, self.split, *taken)
 
     def dense(self) -> Tensor:
         return self._materialised().dense()

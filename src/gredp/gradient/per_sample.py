@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
-from gredp.spectrum import grid_energy, half_fft, half_ifft, square_modulus, whole_energy
+from gredp.spectrum import SMALL, grid_energy, half_fft, half_ifft, square_modulus, whole_energy
 
 #: elements that are worked on at once where gradients are materialised: what a core's cache holds
 CHUNK = 1 << 20
@@ -25,6 +25,10 @@ KEPT = 1 << 25
 #: precision for vectors up to LONG, whose products would be rounded the same way too often beyond
 GRAM_ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
 LONG = 1024
+#: numbers whose squares are added up in their own precision, the sums of which are then in double
+PIECE = 64
+#: numbers that are taken in double precision at once: a copy of them stays in cache
+FEW = 1 << 15
 
 
 class Buffer:
@@ -101,6 +105,19 @@ class PerSampleGradient(ABC):
         """
         return None
 
+    def allowance(self, transforms: int, size: int) -> float:
+        """By how much a record may be longer in the sum than its norm says, relative to its whole norm.
+
+        The norm may be taken of the product of as many `transforms` of `size` numbers, or of none. In units
+        of the rounding u, 2⁻²⁴ in single precision: the sum of a piece's squares is right to 64 in whatever
+        order it is added up, its root to 33, a product of two such norms to 66; the record's factor and
+        its product with the gradient are rounded by 1 each. A transform is right to 7·log₂ n (FFT) or n·√n
+        (a matrix). Sums in double precision add less than 1e-10. Terms that cancel within a record have
+        allowances of their own, `reach` and GRAM_ROUNDING.
+        """
+        transform = size * math.sqrt(size) if size <= SMALL else 7 * math.log2(size)
+        return torch.finfo(self.dtype).eps / 2 * (72 + transforms * transform) + 1e-10
+
     def folded(self, views: int) -> "PerSampleGradient":
         """Rows of `views` inputs that are one record's become one row, their sum: views first, clip after."""
         return Dense(_add_views(self.dense(), views), self.grid_axes)
@@ -130,10 +147,6 @@ class Dense(PerSampleGradient):
 
     def dense(self) -> Tensor:
         return self.values
-
-    def squared_norm(self) -> Tensor:
-        flat = self.values.reshape(self.batch, math.prod(self.values.shape[1:]))
-        return torch.linalg.vector_norm(flat, dim=1).double().square()
 
     def grid_energy(self) -> Tensor:
         return super().grid_energy() if self.energies is None else self.energies
@@ -271,6 +284,9 @@ class Circulant(PerSampleGradient):
     def squared_norm(self) -> Tensor:
         return self.grid_energy().sum(1)
 
+    def allowance(self, transforms: int, size: int) -> float:
+        return super().allowance(2, self.length)
+
     def reach(self) -> Tensor:
         return squares(self.left) * squares(self.right) * self.length
 
@@ -336,12 +352,29 @@ class Lookup(PerSampleGradient):
 
 
 def squares(m: Tensor) -> Tensor:
-    """`[b, *]` → `[b]`: sums of squares in double precision.
+    """`[b, *]` → `[b]`: sums of squares in double precision, right to PIECE roundings of m's own.
 
     The square of a small factor would vanish in single precision while its product with a large one does
-    not, and a record whose norm comes out as zero would pass the clip.
+    not, and a record whose norm comes out as zero would pass the clip: such records are taken in double
+    precision, as are few numbers. All of a large array would cost a copy of it.
     """
     flat = m.reshape(m.shape[0], math.prod(m.shape[1:]))
+    if flat.numel() <= FEW:
+        return _double_squares(flat)
+    whole = flat.shape[1] // PIECE * PIECE
+    pieces = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (whole // PIECE, PIECE)), dim=2)
+    total = _double_squares(pieces)
+    if whole < flat.shape[1]:
+        total += torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square_()
+    least, most = total.aminmax()
+    lowest = 1e-26 * flat.shape[1]  # a square that vanishes is below 2⁻¹²⁶
+    if not (least > lowest and most < math.inf):
+        extreme = ~((total > lowest) & total.isfinite())
+        total[extreme] = _double_squares(flat[extreme])
+    return total
+
+
+def _double_squares(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
 
 
