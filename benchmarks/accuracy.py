@@ -11,8 +11,8 @@ from typing import Literal
 
 import tyro
 
-from gredp.training.jobs import Bar, run_jobs
-from gredp.training.recipes import Recipe
+from gredp.app.jobs import Bar, run_jobs
+from gredp.app.recipe import Recipe
 
 OUT = Path(__file__).parent.parent / "results" / "accuracy"
 RECIPES: dict[str, tuple[float, ...]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from gredp.audit.bounds import Claim
 from gredp.audit.game import audit
 from gredp.audit.victims import EngineStep, claimed_entry
-from gredp.training.record import header, save
+from gredp.storage.record import header, save
 
 AUDITS, ALPHA, PLAYS, GRIDS = 1000, 0.2, 40, ((15,),)
 DIRECTIONS = ("sinusoid", "random", "quietest")

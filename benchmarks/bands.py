@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
-from gredp.data import load
+from gredp.app.data import load
+from gredp.app.settings import TrainSettings
+from gredp.app.train import train
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.choose_bands import choose_bands, iterate_error
-from gredp.training.loop import train
-from gredp.training.record import header, save
-from gredp.training.settings import TrainSettings
+from gredp.storage.record import header, save
 
 BANDS, EPSILONS, EPOCHS, SEEDS = (1, 2, 4, 8), (2.0, 8.0), (4, 12), (0, 1, 2, 3)
 BATCH, DELTA, MOMENTUM = 128, 1e-5, 0.9

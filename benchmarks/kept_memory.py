@@ -8,7 +8,7 @@ from pathlib import Path
 
 from step_time import measure
 
-from gredp.training.record import header, save
+from gredp.storage.record import header, save
 
 NETWORKS = ("lenet5", "model3", "resnet20", "alexnet")
 VARIANTS = ("plain", "plain kept", "gredp", "gredp kept")

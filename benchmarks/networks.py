@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from gredp.models import build
+from gredp.app.models import build
 
 
 class SmallTransformer(nn.Module):

@@ -14,7 +14,7 @@ import torch
 
 from gredp.gradient.noise import SecretSource
 from gredp.randomness import Secret
-from gredp.training.record import header, save
+from gredp.storage.record import header, save
 
 COUNT, ROUNDS = 1_000_000, 31
 

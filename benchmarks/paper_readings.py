@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
-from gredp.data import load
-from gredp.models.lenet import lenet5
-from gredp.training.judging import judge
-from gredp.training.record import header, save
+from gredp.app.data import load
+from gredp.app.evaluate import judge
+from gredp.app.models.lenet import lenet5
+from gredp.storage.record import header, save
 from gredp.validation import to_spectral
 
 OUT = Path(__file__).parent.parent / "results" / "paper_readings.json"

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
+from gredp.app.models import build
+from gredp.app.settings import TrainSettings
+from gredp.app.train import train
 from gredp.distributed import add_up, begin, finish, pass_on, process_group, rank, world_size
-from gredp.models import build
-from gredp.training.loop import train
-from gredp.training.record import header
-from gredp.training.settings import TrainSettings
+from gredp.storage.record import header
 
 SIZES, ROUNDS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000), 15
 NETWORK, BATCH, STEPS = "resnet20", 128, 7

@@ -17,7 +17,7 @@ from torch import nn
 from worker import stepper
 
 from gredp import BlockCirculantLinear
-from gredp.training.record import header, save
+from gredp.storage.record import header, save
 
 BATCHES, PHYSICAL = (64, 128, 256, 512, 1024, 4096), 128
 WIDTHS = (256, 512, 1024, 2048, 4096)

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
-from gredp.data import load
+from gredp.app.data import load
+from gredp.app.dataset import centred
+from gredp.app.evaluate import judge
+from gredp.app.models import build
 from gredp.gradient.clip import energies
 from gredp.gradient.shaping import relative_noise_energy
-from gredp.models import build
-from gredp.training.judging import judge
-from gredp.training.reading import centred
-from gredp.training.record import header, save
+from gredp.storage.record import header, save
 
 
 def energy_ratios(optimizer, model, x, y) -> dict[str, float]:

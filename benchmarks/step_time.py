@@ -16,7 +16,7 @@ from pathlib import Path
 from networks import BATCH, NETWORKS
 from worker import VARIANTS
 
-from gredp.training.record import header, save
+from gredp.storage.record import header, save
 
 HERE = Path(__file__).parent
 QUICK_NETWORKS = ("lenet5", "model3", "resnet20")

@@ -18,10 +18,10 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
 
-from gredp.training.loop import train
-from gredp.training.record import header, save
-from gredp.training.settings import TrainSettings
-from gredp.training.table_defaults import table_defaults
+from gredp.app.settings import TrainSettings
+from gredp.app.table_defaults import table_defaults
+from gredp.app.train import train
+from gredp.storage.record import header, save
 
 ROOT = Path(__file__).parent.parent
 EPSILONS, FOLDS = (2.0, 8.0), 3

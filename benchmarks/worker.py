@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gredp
-from gredp.training.memory import keep_freed_memory
+from gredp.memory import keep_freed_memory
 
 OURS: dict[str, dict[str, Any]] = {
     "dpsgd": {"method": "dpsgd"},

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
-from gredp.data import load
-from gredp.models import build
+from gredp.app.data import load
+from gredp.app.models import build
 
 METHODS = {
     "plain": {"method": "plain"},

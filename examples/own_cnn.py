@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
-from gredp.data import load
+from gredp.app.data import load
 
 data = load("digits")
 model = nn.Sequential(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
-from gredp.data import load
+from gredp.app.data import load
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--folder", type=Path, default=Path("runs/resume"))

@@ -2,8 +2,8 @@
 
 import argparse
 
-from gredp.training.loop import train
-from gredp.training.settings import TrainSettings
+from gredp.app.settings import TrainSettings
+from gredp.app.train import train
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=20)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gredp import cli
+from gredp.app import cli
 
 
 @pytest.fixture(autouse=True)

@@ -35,11 +35,28 @@ def below(*folders: str) -> list[Path]:
     return [p for p in FILES if p.relative_to(SOURCE).parts[0] in folders]
 
 
-TORCHLESS_AUDIT = [SOURCE / "audit" / f"{n}.py" for n in ("bounds", "canaries", "game", "claims", "command")]
+TORCHLESS_AUDIT = [SOURCE / "audit" / f"{n}.py" for n in ("bounds", "canaries", "game", "examples")]
+
+APP_WITHOUT_TORCH = [SOURCE / "app" / f"{name}.py" for name in ("audit", "cli", "settings")]
+APPLICATION = ("gredp.app", "gredp.paper")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=lambda p: p.stem)
+def test_the_library_does_not_know_the_application(path):
+    if path.relative_to(SOURCE).parts[0] in ("app", "paper"):
+        return
+    assert not {name for name in imports(path) if name.startswith(APPLICATION)}
 
 
 @pytest.mark.parametrize(
-    "path", [*below("privacy", "mechanisms", "report"), *TORCHLESS_AUDIT], ids=lambda p: p.stem
+    "path",
+    [
+        *below("privacy", "mechanisms"),
+        *(SOURCE / "app" / "report").glob("*.py"),
+        *APP_WITHOUT_TORCH,
+        *TORCHLESS_AUDIT,
+    ],
+    ids=lambda p: p.stem,
 )
 def test_rail_b_and_the_mechanisms_do_not_import_torch(path):
     assert not {name for name in imports(path) if name.split(".")[0] == "torch"}
@@ -47,9 +64,7 @@ def test_rail_b_and_the_mechanisms_do_not_import_torch(path):
 
 def test_rail_b_runs_without_torch():
     heavy = "{'torch', 'matplotlib', 'jinja2'}"
-    code = (
-        f"import sys, gredp.privacy.quote, gredp.mechanisms, gredp.cli; assert not {heavy} & set(sys.modules)"
-    )
+    code = f"import sys, gredp.privacy.quote, gredp.app.cli; assert not {heavy} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -82,7 +97,7 @@ def test_random_numbers_are_drawn_in_named_places_only():
         "sampling/samplers.py",
         "layers/block_circulant.py",
         "audit/canaries.py",
-        "audit/bugs.py",
+        "audit/examples.py",
     }
 
 

@@ -356,7 +356,7 @@ def test_without_its_split_a_run_does_not_go_on(tmp_path, damage, words):
 
 
 def other_split() -> str:
-    from gredp.sealed import seal
+    from gredp.storage.files import seal
 
     return seal('{"key": "' + "ab" * 32 + '"}')[0]
 

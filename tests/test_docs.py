@@ -17,7 +17,7 @@ import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
-from gredp.cli import Command, main
+from gredp.app.cli import Command, main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -194,11 +194,11 @@ def test_a_seeded_loader_does_not_go_on(tmp_path):
         private(generator=torch.Generator().manual_seed(1))[0].load(tmp_path / "run")
 
 
-def test_a_wrong_decay_leaves_the_model_as_it_was():
+def test_a_wrong_norm_leaves_the_model_as_it_was():
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(GredpError, match="decay"):
-        private(module=model, optimizer=optimizer, ema=1.0)
+    with pytest.raises(GredpError, match="positive number, not -1"):
+        private(module=model, optimizer=optimizer, max_grad_norm=-1.0)
     private(module=model, optimizer=optimizer)
 
 

@@ -16,7 +16,7 @@ import pytest
 # the named tests live there
 sys.path += [
     str(Path(__file__).parent / folder)
-    for folder in ("laws", "gradient", "training", "privacy", "faults", "front", "mechanisms", "adapters")
+    for folder in ("laws", "gradient", "app", "app/features", "privacy", "faults", "mechanisms", "adapters")
 ]
 
 import children
@@ -45,7 +45,7 @@ import test_engine
 import test_randomness
 import test_sampling
 import test_validation
-from gredp.audit import bugs
+from planted import bugs
 
 
 @dataclass(frozen=True)

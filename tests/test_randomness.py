@@ -13,7 +13,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from gredp import GredpError, PrivacyEngine
-from gredp.cli import main
+from gredp.app.cli import main
 from gredp.gradient.noise import SecretSource
 from gredp.randomness import Secret
 from gredp.sampling import PoissonBatchSampler

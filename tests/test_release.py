@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import gredp
-from gredp.cli import main
+from gredp.app.cli import main
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import BlockCirculantLinear, PrivacyEngine, SpectralConv2d
 from gredp.optimizer import PrivateOptimizer
-from gredp.privacy.ledger_file import parse
-from gredp.privacy.ledger_mark import create_mark
+from gredp.storage.ledger_file import parse
+from gredp.storage.ledger_mark import create_mark
 
 HALVES = (math.sqrt(0.5), math.sqrt(0.5))
 

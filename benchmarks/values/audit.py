@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from gredp.audit.figure import draw
+from gredp.app.audit_figure import draw
 from values import Figure, load
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gredp.paper.cells import EPOCHS, PAPER, TUNING, Cell, Target, cells
+from gredp.paper.figures import draw_dynamics, draw_epsilon
+from gredp.paper.paper import CLIPPING, HEADLINE, LEARNING_RATE
+from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
 from gredp.privacy.paper_claims import claimed_sigma
-from gredp.reproduce.cells import EPOCHS, PAPER, TUNING, Cell, Target, cells
-from gredp.reproduce.figures import draw_dynamics, draw_epsilon
-from gredp.reproduce.paper import CLIPPING, HEADLINE, LEARNING_RATE
-from gredp.reproduce.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
 from values import RESULTS, Figure
 
 OUT = RESULTS / "paper"

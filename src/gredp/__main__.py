@@ -1,3 +1,3 @@
-from gredp.cli import main
+from gredp.app.cli import main
 
 main()

@@ -1,7 +1,7 @@
 """`PrivacyEngine.make_private` joins both rails around a user's model, optimiser and data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from gredp.gradient.step import PrivateStep
 from gredp.mechanisms import Mechanism, mechanism
 from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.plan import Needs, positive_norm
-from gredp.mechanisms.select import noise_scale
+from gredp.mechanisms.registry import noise_scale
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
 from gredp.privacy.calibrate import calibrate
@@ -31,7 +31,13 @@ from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret, Split
-from gredp.request import check_criterion, check_parameters, check_request, checked_schedule, whole_bands
+from gredp.request_checks import (
+    check_criterion,
+    check_parameters,
+    check_request,
+    checked_schedule,
+    whole_bands,
+)
 from gredp.sampling import (
     CyclicBatchSampler,
     EmptyBatches,
@@ -39,10 +45,9 @@ from gredp.sampling import (
     poisson_loader,
 )
 from gredp.sampling.same_records import refuse_other_records
+from gredp.storage.checkpoint import contract, model_tensors, restore, write_checkpoint
+from gredp.storage.run_folder import Checkpoint, RunFolder
 from gredp.summary import Summary, guarantee_rows, html_table, summarise
-from gredp.training.average import WeightAverage, check_decay
-from gredp.training.checkpoint import contract, model_tensors, restore, write_checkpoint
-from gredp.training.run_folder import Checkpoint, RunFolder
 from gredp.validation import validate
 
 
@@ -97,7 +102,6 @@ class PrivacyEngine:
         claim: str = "proven",
         sample_rate: float | None = None,
         views: int = 1,
-        ema: float = 0.0,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         correlation_bands: int = 1,
         **options: Any,
@@ -124,8 +128,6 @@ class PrivacyEngine:
         The records are split into b parts that take turns, each drawn from at rate b·q: T steps cost as much
         as ⌈T/b⌉ steps at that rate (docs/theory.md, section 6).
 
-        `ema` keeps a moving average of the weights with this decay, see `averaged`; 0 keeps none.
-
         | case | what happens |
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | refused by name |
@@ -142,7 +144,6 @@ class PrivacyEngine:
                 "noise_generator nor a data loader with a generator"
             )
         correlation_bands = whole_bands(correlation_bands)
-        check_decay(ema)
         chosen = mechanism(method, noise, claim, clipping, correlation_bands, **options)
         schedule = checked_schedule(noise_schedule, correlation_bands)
         check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
@@ -202,8 +203,6 @@ class PrivacyEngine:
         refuse_other_records(loader, key)
         share_weights(module)
         capture.state.remember()
-        if ema:
-            private.average = WeightAverage(module, ema)
         self._optimizer, self.requested_multiplier = private, noise_multiplier
         self._loader = loader
         if split is not None:
@@ -300,15 +299,6 @@ class PrivacyEngine:
         assert isinstance(sampler, CyclicBatchSampler)
         optimizer.split = sampler.split = Split(key, optimizer.split.parts)
 
-    @property
-    def averaged(self) -> nn.Module:
-        """The model to evaluate and to publish: with the average of its weights, where one is kept.
-
-        An average of released weights is covered by the same ε.
-        """
-        module, optimizer = self._private()
-        return module if optimizer.average is None else optimizer.average.module
-
     def get_epsilon(self, delta: float, further_steps: int = 0) -> float:
         """The proven ε spent so far at `delta`; with `further_steps`, what it will be after as many more."""
         if not further_steps:
@@ -340,12 +330,18 @@ class PrivacyEngine:
         """What the paper would report for the same run; None where it makes no claim."""
         return claimed_epsilon(self.ledger.entries, delta)
 
-    def save(self, path: str | Path, progress: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        progress: dict[str, Any] | None = None,
+        modules: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         """Write a checkpoint into the run folder `path`; the first call makes the folder.
 
         From the first call on every step is charged to the ledger in that folder, on the disk, before its
         noise is drawn: after a crash `load` finds all that was spent. `progress` is the caller's own, plain
-        JSON; `load` gives it back.
+        JSON; `load` gives it back. `modules` are saved beside the model, such as torch's `AveragedModel` of
+        its weights: what follows from released weights costs no privacy.
 
         | case | what happens |
         |---|---|
@@ -366,13 +362,14 @@ class PrivacyEngine:
         elif self._folder.path != Path(path):
             raise GredpError(f"this run is kept in {self._folder.path}, not in {path}")
         assert self._folder is not None
-        write_checkpoint(self._folder, module, optimizer, progress or {})
+        write_checkpoint(self._folder, module, optimizer, progress or {}, modules or {})
 
-    def load(self, path: str | Path) -> dict[str, Any]:
+    def load(self, path: str | Path, modules: Mapping[str, nn.Module] | None = None) -> dict[str, Any]:
         """Go on from the newest whole checkpoint of `path`, after `make_private` with the same settings.
 
         Steps that were charged after that checkpoint stay charged, and noise and batches are drawn afresh: ε
-        is never below that of an uninterrupted run. Returns the `progress` that was saved.
+        is never below that of an uninterrupted run. Returns the `progress` that was saved; `modules` get
+        their weights back.
 
         | case | what happens |
         |---|---|
@@ -395,7 +392,8 @@ class PrivacyEngine:
         held: list[RunFolder] = []
         try:
             facts, tensors = from_first(lambda: _open(Path(path), held), "the run to load")
-            progress = restore(Checkpoint(tensors, facts["checkpoint"]), module, optimizer)
+            checkpoint = Checkpoint(tensors, facts["checkpoint"])
+            progress = restore(checkpoint, module, optimizer, modules or {})
             self._go_on_with_split(facts)
             if held:
                 self._keep(held[0])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from gredp.distributed import refused_by_all, world_size
 from gredp.errors import GredpError
@@ -58,7 +57,6 @@ class PrivateOptimizer(Optimizer):
         sigma: float,
         claimed_by_paper: bool,
         max_grad_norm: Any,
-        average: AveragedModel | None = None,
         schedule: NoiseSchedule = CONSTANT,
         split: Split | None = None,
         handed: HandedOut | None = None,
@@ -81,8 +79,6 @@ class PrivateOptimizer(Optimizer):
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
         self._max_grad_norm = max_grad_norm
-        #: of the weights after each update, if one is kept
-        self.average = average
         #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
         self.split = split
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
@@ -227,8 +223,6 @@ class PrivateOptimizer(Optimizer):
             released = gradients[name].div_(divisor).to(parameter.dtype)
             parameter.grad = released if parameter.requires_grad else None  # None: frozen in the meantime
         self.original_optimizer.step()
-        if self.average is not None:
-            self.average.update_parameters(self.capture.module)
         return loss
 
     def _refuse_strangers(self) -> None:

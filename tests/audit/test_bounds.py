@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from gredp.app.audit_cases import CASES, PLAYS, RUN_PLAYS
 from gredp.audit.bounds import (
     EPSILONS,
     Claim,
@@ -23,7 +24,6 @@ from gredp.audit.bounds import (
     rates,
     upper,
 )
-from gredp.audit.claims import CASES, PLAYS, RUN_PLAYS
 from gredp.privacy.accountant import deltas, epsilon
 from gredp.privacy.ledger import Entry
 

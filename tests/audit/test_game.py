@@ -7,17 +7,19 @@ import pytest
 import torch
 
 from gredp import GredpError
-from gredp.audit import bugs
+from gredp.app.audit_cases import _digits
+from gredp.audit import examples
 from gredp.audit.bounds import Claim
 from gredp.audit.canaries import directions, quietest
-from gredp.audit.checks import Effort
+from gredp.audit.examples import Effort
 from gredp.audit.game import audit
 from gredp.audit.one_run import one_run
-from gredp.audit.selftest import SELF_TEST
 from gredp.audit.victims import GRIDS, EngineRun, EngineStep, EngineTurn, LinearLoss, claimed_entry
 from gredp.privacy.ledger import Entry
+from planted import bugs
+from planted.selftest import SELF_TEST
 
-CLAIM = Claim((Entry(bugs.SIGMA, 1.0, 1),))
+CLAIM = Claim((Entry(examples.SIGMA, 1.0, 1),))
 
 
 def test_a_records_gradient_is_the_record():
@@ -81,8 +83,8 @@ def test_the_claim_is_what_the_ledger_was_charged():
 
 
 def test_an_honest_step_stands_and_a_false_claim_falls():
-    assert not audit(bugs.honest_step, ((8,),), CLAIM, plays=400, alpha=1e-7).refuted
-    bold = audit(bugs.honest_step, ((8,),), Claim((Entry(1.0, 1.0, 1),)), plays=400, alpha=1e-7)
+    assert not audit(examples.honest_step, ((8,),), CLAIM, plays=400, alpha=1e-7).refuted
+    bold = audit(examples.honest_step, ((8,),), Claim((Entry(1.0, 1.0, 1),)), plays=400, alpha=1e-7)
     assert bold.refuted
     row = bold.to_json()
     assert row["claimed_epsilon"] < row["audited_epsilon_lower"] < CLAIM.epsilon(1e-5)
@@ -96,7 +98,7 @@ def test_steps_that_release_nonsense_are_refused():
     with pytest.raises(GredpError, match=r"not \(8,\)"):
         audit(lambda g: np.zeros(3), ((8,),), CLAIM, plays=20)
     with pytest.raises(GredpError, match="at least 20 plays"):
-        audit(bugs.honest_step, ((8,),), CLAIM, plays=5)
+        audit(examples.honest_step, ((8,),), CLAIM, plays=5)
 
 
 @pytest.mark.slow
@@ -133,7 +135,7 @@ def test_without_noise_a_turn_gives_the_canary_back_at_its_length():
 
 def test_the_alarm_rings_for_gross_errors_and_not_otherwise():
     """At ε below 1 nobody guesses right; with a 300th of the noise all are found, and so the claim falls."""
-    honest = one_run({"method": "dpsgd"}, 8.0, canaries=300, alpha=1e-7)
+    honest = one_run(*_digits(300), {"method": "dpsgd"}, 8.0, alpha=1e-7)
     assert not honest.refuted
     assert honest.guesses == 60
 
@@ -142,7 +144,7 @@ def test_the_alarm_rings_for_gross_errors_and_not_otherwise():
         patch.setattr(bugs.noise.SecretSource, "normal", lambda self, *rest: draw(self, *rest) / 300)
 
     with bugs.planted(a_300th):
-        broken = one_run({"method": "dpsgd"}, 8.0, canaries=300, alpha=1e-3, seed=0)
+        broken = one_run(*_digits(300), {"method": "dpsgd"}, 8.0, alpha=1e-3, seed=0)
     assert broken.refuted
     assert broken.audited_epsilon_lower > broken.claimed_epsilon
 
@@ -152,7 +154,7 @@ QUICK = Effort(plays=600, alpha=1e-4, seed=1)
 
 @pytest.mark.parametrize("row", SELF_TEST, ids=lambda row: row.name)
 def test_every_planted_bug_is_caught(row):
-    """`gredp audit --self-test` does the same without a seed, and each game once more without its bug."""
+    """`python tests/planted/record.py` does so without a seed, and each game once more without its bug."""
     assert row.run(QUICK) is not None
 
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 import gredp.gradient.step as step
-from gredp.cli import main
+from gredp.app.cli import main
 from gredp.gradient.noise import SecretSource
-from gredp.privacy.ledger_file import LedgerFile, read_ledger
-from gredp.privacy.ledger_mark import LedgerMark
+from gredp.storage.ledger_file import LedgerFile, read_ledger
+from gredp.storage.ledger_mark import LedgerMark
 from ranks import free_port
 
 STEPS = 10  # of a whole run: two epochs of five

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from children import small_data, train_arguments
 
-from gredp.cli import main
+from gredp.app.cli import main
 
 
 @pytest.fixture(scope="module")

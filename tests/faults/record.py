@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cases import CASES
 
-from gredp.training.record import header
+from gredp.storage.record import header
 
 ROOT = Path(__file__).parent.parent.parent
 RECORD = ROOT / "results" / "faults.json"

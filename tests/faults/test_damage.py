@@ -19,13 +19,13 @@ import torch
 from children import assert_nothing_was_forgotten, error, run, small_data, train_arguments
 
 from gredp import PrivacyEngine
-from gredp.cli import main
-from gredp.data import load
+from gredp.app.cli import main
+from gredp.app.data import load
 from gredp.errors import GredpError
-from gredp.privacy.ledger_file import LedgerFile
-from gredp.sealed import read_document, seal, write, write_document
-from gredp.training.checkpoint import model_tensors
-from gredp.training.run_folder import RunFolder
+from gredp.storage.checkpoint import model_tensors
+from gredp.storage.files import read_document, seal, write, write_document
+from gredp.storage.ledger_file import LedgerFile
+from gredp.storage.run_folder import RunFolder
 from worlds import roll_back
 
 
@@ -305,7 +305,7 @@ def test_crafted_archives_are_refused(tmp_path, kind):
 
 @pytest.mark.fault("crafted data")
 def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("gredp.data.datasets.LARGEST_FILE", 1 << 20)
+    monkeypatch.setattr("gredp.app.data.datasets.LARGEST_FILE", 1 << 20)
     path = archive_with(tmp_path / "mine.npz", "x_train.npy", bytes(1 << 20))
     assert path.stat().st_size < 10_000
     with pytest.raises(GredpError, match="unpacks to 4194304 bytes, more than 1048576"):

@@ -27,9 +27,9 @@ from children import (
     wait,
 )
 
-from gredp.cli import main
-from gredp.privacy.ledger_file import read_ledger
-from gredp.training.run_folder import RunFolder
+from gredp.app.cli import main
+from gredp.storage.ledger_file import read_ledger
+from gredp.storage.run_folder import RunFolder
 
 EVERY_STEP = ("--checkpoint-seconds", "0")
 WHEN = ("before", "after")
@@ -151,7 +151,7 @@ def test_a_signal_ends_in_a_checkpoint_that_loses_nothing(folder, number, after,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_training_ends_at_once(folder, number, monkeypatch):
     def told() -> None:
-        import gredp.training.reading as reading
+        import gredp.app.dataset as reading
 
         reading.load = lambda *rest: os.kill(os.getpid(), number)
 

@@ -23,8 +23,8 @@ from children import (
 )
 
 import gredp.gradient.step as step
-from gredp.cli import main
-from gredp.training.run_folder import RunFolder
+from gredp.app.cli import main
+from gredp.storage.run_folder import RunFolder
 from ranks import wait
 
 
@@ -60,9 +60,9 @@ def no_writing(rank: int) -> None:
         raise AssertionError(f"process {rank} writes")
 
     if rank:
-        import gredp.privacy.ledger_file as ledger_file
-        import gredp.sealed as sealed
-        import gredp.training.loop as loop
+        import gredp.app.train as loop
+        import gredp.storage.files as sealed
+        import gredp.storage.ledger_file as ledger_file
 
         for owner, name in ((sealed, "write"), (ledger_file, "write"), (loop, "write"), (Path, "mkdir")):
             setattr(owner, name, refuse)
@@ -194,7 +194,7 @@ def test_a_mistake_that_the_first_process_finds_is_told_once(folder):
 def test_processes_with_other_options_are_refused(folder):
     def other(rank: int) -> None:
         if rank:
-            import gredp.cli as cli
+            import gredp.app.cli as cli
 
             honest = cli.with_saved
             cli.with_saved = lambda settings, arguments: cli.replace(honest(settings, arguments), lr=0.2)

@@ -21,8 +21,8 @@ from children import (
 )
 
 from gredp.privacy.accountant import epsilon
-from gredp.privacy.ledger_file import read_ledger
 from gredp.sampling import CyclicBatchSampler
+from gredp.storage.ledger_file import read_ledger
 
 BANDS = 3
 

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 import oracles
 from gredp import GredpError
-from gredp.data import load
+from gredp.app.data import load
+from gredp.app.models.model3 import model3
 from gredp.gradient.clip import energies
 from gredp.gradient.shaping import LearnedShape, relative_noise_energy
 from gredp.gradient.step import _view
 from gredp.mechanisms import Shaping
 from gredp.mechanisms.plan import StepPlan
-from gredp.models.model3 import model3
 from gredp.privacy.certificate import Block
 from gredp.spectrum import BlockView, frequency_groups
 from worlds import make_private, one_step, records, small_model

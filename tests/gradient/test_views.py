@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import oracles
 from gredp import BatchMemoryManager, GredpError, PrivacyEngine
-from gredp.data.augment import DRAWS, augmented
+from gredp.app.data.augment import DRAWS, augmented
 from gredp.gradient import convolution
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.per_sample import Outer

@@ -24,7 +24,7 @@ from gredp.mechanisms.dpsgd import DPSGD
 from gredp.mechanisms.gredp import HALVES, GReDP
 from gredp.mechanisms.plain import Plain
 from gredp.mechanisms.plan import clip_groups
-from gredp.mechanisms.select import noise_scale
+from gredp.mechanisms.registry import noise_scale
 from gredp.mechanisms.shaped import ShapedGReDP
 from gredp.mechanisms.spectral_dp import SpectralDP
 from gredp.privacy.certificate import Block

@@ -10,9 +10,9 @@ import pytest
 from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate, Release
 from gredp.privacy.ledger import Entry, Ledger
-from gredp.privacy.ledger_file import LedgerFile, parse, read_ledger
-from gredp.privacy.ledger_mark import SLOT, beside, create_mark, read_mark
-from gredp.sealed import seal
+from gredp.storage.files import seal
+from gredp.storage.ledger_file import LedgerFile, parse, read_ledger
+from gredp.storage.ledger_mark import SLOT, beside, create_mark, read_mark
 
 
 def certificate(z: float) -> Certificate:

@@ -11,9 +11,9 @@ from gredp.privacy import ledger as ledger_
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.certificate import Certificate, Release
 from gredp.privacy.ledger import Entry, Ledger
-from gredp.privacy.ledger_file import LedgerFile, read_ledger
 from gredp.privacy.quote import quote
-from gredp.sealed import seal
+from gredp.storage.files import seal
+from gredp.storage.ledger_file import LedgerFile, read_ledger
 
 DELTA = 1e-5
 ONE = Certificate((Release("r", 1.0, 1.0),))

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from gredp.audit.bounds import Claim
-from gredp.audit.claims import SIGMA
+from gredp.audit.examples import SIGMA
 from gredp.audit.game import audit
 from gredp.errors import GredpError
 from gredp.privacy.accountant import check_delta, epsilon

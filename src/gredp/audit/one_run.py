@@ -16,11 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp.audit.bounds import guess, one_run_epsilon, one_run_p_value
 from gredp.audit.canaries import generator
-from gredp.data import load
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
-from gredp.models import build
-from gredp.training.reading import centred
 
 #: of the canaries, the share that is guessed to be in, and the share that is guessed to be out
 GUESSED = 0.1
@@ -49,35 +46,33 @@ class OneRun:
 
 
 def one_run(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
     options: dict[str, Any],
     noise_multiplier: float,
     *,
     claim: str = "proven",
-    canaries: int = 500,
     steps: int = 4,
     clip_norm: float = 1.0,
     alpha: float = 0.01,
     delta: float = 1e-5,
     seed: int | None = None,
 ) -> OneRun:
-    """Train a small LeNet on digits, each in by a fair coin, and guess the coins from the weights' path.
+    """Train `model` on these records, each in by a fair coin, and guess the coins from the weights' path.
 
     The attacker knows every candidate's gradient at the weights before each step, and finds the
     multiples of them that explain the update best.
     """
     rng = generator(seed)
-    data = load("digits")
-    assert isinstance(data.x_train, Tensor)
-    x, y = centred(data.x_train[:canaries]), data.y_train[:canaries]
     coins = rng.random(len(x)) < 0.5
-    model = build("lenet-small", data.input_shape, data.classes)
     bare = copy.deepcopy(model)
     engine = PrivacyEngine()
     chosen = torch.from_numpy(coins)
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(x[chosen], y[chosen]), batch_size=canaries // 4),
+        data_loader=DataLoader(TensorDataset(x[chosen], y[chosen]), batch_size=len(x) // 4),
         noise_multiplier=noise_multiplier,
         max_grad_norm=clip_norm,
         sample_rate=1.0,

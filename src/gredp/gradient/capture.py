@@ -34,7 +34,7 @@ from gredp.gradient.state import HeldState
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.certificate import Block
 from gredp.sampling.draws import memory_of
-from gredp.sealed import one_line
+from gredp.storage.files import one_line
 
 
 @dataclass(eq=False)

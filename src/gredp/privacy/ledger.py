@@ -9,7 +9,7 @@ from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate
 
 if TYPE_CHECKING:
-    from gredp.privacy.ledger_file import LedgerFile
+    from gredp.storage.ledger_file import LedgerFile
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from gredp.errors import GredpError
 from gredp.mechanisms import mechanism
 from gredp.mechanisms.banded import check_bands
-from gredp.mechanisms.select import noise_scale
+from gredp.mechanisms.registry import noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta, epsilon, refuse_large_delta
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block

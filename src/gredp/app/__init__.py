@@ -1,0 +1,1 @@
+"""The application: what the `gredp` command needs beyond the library. The library never imports it."""

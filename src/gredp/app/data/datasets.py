@@ -1,0 +1,300 @@
+"""Reading data: the embedded digits, the cache files of known data sets, and a user's own.
+
+A file is a NumPy archive `NAME.npz` with uint8 images `x_train`, `x_test` ([n, height, width] or [n,
+height, width, channels]) and labels `y_train`, `y_test`. A folder with the same four arrays as `.npy` files
+is for data larger than memory: its training images stay on the disk and are read as they are drawn. Images in
+class folders are read by `images.py`, tables by `tables.py`. Nothing that could run code is ever loaded.
+"""
+
+import os
+import warnings
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gredp.errors import GredpError
+from gredp.storage.files import one_line
+
+EMBEDDED = "digits"
+#: number of classes of the data sets that are known by name
+KNOWN = {"digits": 10, "mnist": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}
+#: folders of a data set of images in class folders
+SPLITS = ("train", "test")
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+LARGEST_FILE = 8 << 30
+#: floats are meant to lie in [0, 1] or to be standardised; beyond this they are bytes that nobody scaled
+LARGEST_FLOAT = 64
+#: of so many records for each class held out, in no order, all but e⁻²⁰ of the classes are seen
+ENOUGH_FOR_ALL = 20
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Images `[n, channels, height, width]` of float32 (from uint8: in [0, 1]), labels `[n]` of int64.
+
+    Of a table, features `[n, d]` that are scaled already.
+    """
+
+    name: str
+    classes: int
+    x_train: "Tensor | Stored"
+    y_train: Tensor
+    x_test: "Tensor | Stored"
+    y_test: Tensor
+    #: whether the images are a front's features rather than pixels
+    features: bool = False
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.x_train.shape[1:])
+
+
+class Stored(Protocol):
+    """Records that are not in memory: those that are asked for become a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: list[int]) -> Tensor: ...
+
+    def part(self, start: int, stop: int) -> "Stored":
+        """Records `start` to `stop`, still not in memory."""
+
+
+class MappedImages:
+    """Images in a file; indexed by a list of records they are read and turned into a tensor, and not kept."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array  # [n, height, width, channels]
+        n, height, width, channels = array.shape
+        self.shape = (n, channels, height, width)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, indices: list[int]) -> Tensor:
+        return pixels(self._array[np.asarray(indices, dtype=np.int64)])
+
+    def part(self, start: int, stop: int) -> "MappedImages":
+        return MappedImages(self._array[start:stop])
+
+
+def data_folder(given: str | None = None) -> Path:
+    """`--data-dir`, else GREDP_DATA, else ~/.cache/gredp/data."""
+    return Path(given or os.environ.get("GREDP_DATA") or Path.home() / ".cache" / "gredp" / "data")
+
+
+def location(name: str, folder: str | None = None) -> Path | None:
+    """The file or folder that a data set is read from; none for the embedded one."""
+    if name == EMBEDDED:
+        return None
+    return data_folder(folder) / f"{name}.npz" if name in KNOWN else Path(name)
+
+
+def is_classed(path: Path) -> bool:
+    """Whether it is a folder of images in class folders."""
+    return any((path / split).is_dir() for split in SPLITS)
+
+
+def load(
+    name: str, folder: str | None = None, holdout: float | None = None, image_size: int | None = None
+) -> Splits:
+    """A data set by name, or from the path of a user's own: an archive, a folder, or a table."""
+    path = location(name, folder)
+    own = path is not None and name not in KNOWN
+    classed = own and is_classed(Path(name))
+    table = own and Path(name).suffix == ".csv"
+    if image_size is not None and not classed:
+        raise GredpError("--image-size is for images in class folders")
+    if holdout is not None and not (classed or table):
+        raise GredpError("--holdout is for class folders and tables without a test split of their own")
+    if path is None:
+        return _digits()
+    if classed or table:
+        return _own(path, table, holdout, image_size)
+    mapped = path.is_dir()
+    if name not in KNOWN and not mapped and path.suffix != ".npz":
+        raise GredpError(
+            f"unknown data set {name!r}: one of {', '.join(KNOWN)}, "
+            "or the path of a .npz or .csv file or of a folder"
+        )
+    if not mapped and not path.is_file():
+        how = f"fetch it with `gredp data get {name}`, or " if name in KNOWN else ""
+        raise GredpError(
+            f"{path} is not there: {how}put a NumPy archive with uint8 x_train, y_train, x_test, y_test there"
+        )
+    arrays = map_folder(path) if mapped else read_archive(path)
+    # From the test labels alone: the largest private label would be a release of its own.
+    labels = arrays["y_test"]
+    whole = labels.size > 0 and labels.dtype.kind in "iu"
+    classes = KNOWN.get(name) or (int(labels.max()) + 1 if whole else 1)
+    x_test, y_test = check_split(f"{path}: test", arrays["x_test"], arrays["y_test"], classes)
+    x, y_train = check_split(f"{path}: training", arrays["x_train"], arrays["y_train"], classes)
+    if x.shape[1:] != x_test.shape[1:]:
+        shapes = " and ".join(str(tuple(s[i] for i in (3, 1, 2))) for s in (x.shape, x_test.shape))
+        raise GredpError(f"{path}: training and test images differ in shape: {shapes}")
+    x_train = MappedImages(x) if mapped else pixels(x)
+    return Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test)
+
+
+def hold_out(data: Splits, count: int) -> Splits:
+    """The last `count` training records in place of the test set, the others to train on.
+
+    Settings are found this way. The records held out are not covered by ε: what is measured on them is
+    released as it is. The test set is not touched.
+    """
+    if not 0 < count < len(data.y_train):
+        raise GredpError(f"cannot hold out {count} of {len(data.y_train)} training records")
+    border, end = len(data.y_train) - count, len(data.y_train)
+    x = data.x_train
+    rest, held = (
+        (x[:border], x[border:]) if isinstance(x, Tensor) else (x.part(0, border), x.part(border, end))
+    )
+    y = data.y_train
+    seen = len(y[border:].unique())
+    if seen < data.classes and count >= ENOUGH_FOR_ALL * data.classes:
+        warnings.warn(
+            f"the last {count} training records are of {seen} of {data.classes} classes only: if the records "
+            "are sorted by class, shuffle the file, or accuracy on them says little",
+            stacklevel=2,
+        )
+    return replace(data, x_train=rest, y_train=y[:border], x_test=held, y_test=y[border:])
+
+
+def _own(path: Path, table: bool, holdout: float | None, image_size: int | None) -> Splits:
+    """Class folders or a table, with their test split or one that is held out."""
+    from gredp.app.data.holdout import held_out
+
+    if table:
+        from gredp.app.data.tables import load_table
+
+        schema, splits = load_table(path)
+        classes = len(schema.classes)
+    else:
+        from gredp.app.data.images import load_folders
+
+        names, splits = load_folders(path, image_size)
+        classes = len(names)
+    if (len(splits) == 1) == (holdout is None):
+        has = (
+            "has a test split: give no --holdout"
+            if holdout is not None
+            else (
+                "has no test split: name one ("
+                + ('test = "FILE.csv" in the schema' if table else "test/CLASS folders")
+                + "), or keep a share apart with --holdout 0.2"
+            )
+        )
+        raise GredpError(f"{path} {has}")
+    (x, y), (x_test, y_test) = splits[0], splits[-1]
+    if holdout is not None:
+        apart = held_out(x, y, holdout, "test")
+        x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
+    tensor = torch.from_numpy if table else pixels
+    labels = (torch.from_numpy(part.astype(np.int64)) for part in (y, y_test))
+    return Splits(path.stem, classes, tensor(x), next(labels), tensor(x_test), next(labels))
+
+
+def map_folder(path: Path) -> dict[str, np.ndarray]:
+    """The four arrays of a folder, on the disk until they are indexed."""
+    arrays = {}
+    for name in ARRAYS:
+        file = path / f"{name}.npy"
+        if not file.is_file():
+            raise GredpError(f"{file} is not there: a folder of data holds {', '.join(ARRAYS)} as .npy")
+        try:
+            arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # as below
+            raise GredpError(f"{file} cannot be read: {one_line(error)}") from None
+    return arrays
+
+
+def read_archive(path: Path) -> dict[str, np.ndarray]:
+    """The four arrays of an archive; anything else in it, objects, or an enormous size is refused."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            sizes = {item.filename.removesuffix(".npy"): item.file_size for item in archive.infolist()}
+        if set(sizes) != set(ARRAYS):
+            raise GredpError(f"{path} holds {sorted(sizes)}, not {list(ARRAYS)}")
+        if sum(sizes.values()) > LARGEST_FILE:
+            raise GredpError(f"{path} unpacks to {sum(sizes.values())} bytes, more than {LARGEST_FILE}")
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in ARRAYS}
+        if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+            raise GredpError(f"{path} holds a member that is not a NumPy array")
+        return arrays
+    except GredpError:
+        raise
+    except Exception as error:  # whatever a crafted archive makes the readers raise, memory errors included
+        raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
+
+
+def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[np.ndarray, Tensor]:
+    """Images `[n, height, width, channels]` as they are and labels, or one line that says what is wrong.
+
+    It names the first record that is, and none of its values: lines end up in logs.
+    """
+    if x.ndim == 3:
+        x = x[..., None]
+    if x.ndim != 4 or x.shape[3] not in (1, 3):
+        raise GredpError(
+            f"{what} images have shape {x.shape}, not [n, height, width] or [n, height, width, 1 or 3]"
+        )
+    if len(x) == 0:
+        raise GredpError(f"{what} set is empty")
+    if y.shape != (len(x),):
+        raise GredpError(f"{what} labels have shape {y.shape}, but there are {len(x)} images")
+    if y.dtype.kind not in "iu":
+        raise GredpError(f"{what} labels are of type {y.dtype}, not whole numbers")
+    outside = (y < 0) | (y >= classes)
+    if outside.any():
+        record = int(outside.argmax()) + 1
+        raise GredpError(
+            f"{what} labels must lie in 0 to {classes - 1}, and that of record {record} does not"
+        )
+    if x.dtype.kind == "f":
+        _check_floats(what, x)
+    elif x.dtype != np.uint8:
+        raise GredpError(f"{what} images are of type {x.dtype}, not uint8 or float")
+    return x, torch.from_numpy(y.astype(np.int64))
+
+
+def _check_floats(what: str, x: np.ndarray) -> None:
+    """As `pixels` makes them, in single precision; bytes as floats would be learned from at a wrong scale."""
+    for start in range(0, len(x), 4096):  # a mapped array need not fit in memory
+        with np.errstate(over="ignore", invalid="ignore"):
+            part = x[start : start + 4096].astype(np.float32).reshape(min(4096, len(x) - start), -1)
+            finite, small = np.isfinite(part).all(1), (part <= LARGEST_FLOAT).all(1)
+        if not finite.all():
+            record = start + int(finite.argmin()) + 1
+            raise GredpError(f"{what} images: record {record} holds values that are not finite")
+        if not small.all():
+            record = start + int(small.argmin()) + 1
+            raise GredpError(
+                f"{what} images: record {record} holds floats above {LARGEST_FLOAT}, as if they were bytes: "
+                "give uint8, or divide by 255"
+            )
+
+
+def pixels(x: np.ndarray) -> Tensor:
+    """`[n, height, width, channels]` → `[n, channels, height, width]` of float32; uint8 to [0, 1]."""
+    images = np.ascontiguousarray(x.transpose(0, 3, 1, 2), dtype=np.float32)
+    return torch.from_numpy(images / 255 if x.dtype == np.uint8 else images)
+
+
+def _digits() -> Splits:
+    """The 1,797 handwritten digits inside scikit-learn, 8×8; every fifth is kept for the test."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = torch.from_numpy(digits.images.astype(np.float32) / 16).unsqueeze(1)
+    y = torch.from_numpy(digits.target.astype(np.int64))
+    test = torch.arange(len(x)) % 5 == 4
+    return Splits(EMBEDDED, 10, x[~test], y[~test], x[test], y[test])

@@ -1,0 +1,107 @@
+"""A user's images in class folders: train/CLASS/*.png or .jpg, test/CLASS/*, all of one size."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from gredp.app.data.datasets import LARGEST_FILE, SPLITS
+from gredp.errors import GredpError
+
+ENDINGS = (".png", ".jpg", ".jpeg")
+#: modes of Pillow with 8 bits or fewer for each channel; the first three are grey
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+LARGEST_IMAGE = 1 << 26
+
+Files = list[list[Path]]
+
+
+def load_folders(
+    path: Path, size: int | None = None
+) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
+    """Class names, and one or two splits, training first: uint8 `[n, height, width, channels]`, labels `[n]`.
+
+    Names, size and colour are those of the test images where there are any. With `size` every image is scaled
+    to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in
+    an order by the hashes of their names, not class by class: the last ones may be held out.
+    """
+    splits = [split for split in SPLITS if (path / split).is_dir()]
+    if splits[:1] != ["train"]:
+        raise GredpError(f"{path / 'train'} is not there: images lie in train/CLASS and test/CLASS")
+    names = _classes(path / splits[-1])
+    files = {split: [_images(path, path / split / name) for name in names] for split in splits}
+    extra = sorted(set(_classes(path / "train")) - set(names))
+    if extra:
+        raise GredpError(f"{path / 'train' / extra[0]}: there is no such class in {path / splits[-1]}")
+    first = files[splits[-1]]
+    grey = all(_read(file).mode in MODES[:3] for group in first for file in group)
+    shape = (size, size) if size is not None else _read(first[0][0]).size[::-1]
+    count = sum(len(group) for groups in files.values() for group in groups)
+    room = count * shape[0] * shape[1] * (1 if grey else 3)
+    if room > LARGEST_FILE:
+        raise GredpError(
+            f"{count} images of {shape[0]}×{shape[1]} take {room} bytes: use a folder of .npy files"
+        )
+    return names, [_split(files[split], shape, grey, size is not None) for split in splits]
+
+
+def _classes(folder: Path) -> list[str]:
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if len(names) < 2:
+        raise GredpError(f"{folder} holds {len(names)} class folders; there must be at least 2")
+    return names
+
+
+def _images(root: Path, folder: Path) -> list[Path]:
+    """The images of a class, in the order of their names; hidden files are passed over, others refused."""
+    if not folder.is_dir():
+        raise GredpError(f"{folder} is not there: every class needs training and test images")
+    files = sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+    inside = root.resolve()
+    for file in files:
+        if file.suffix.lower() not in ENDINGS:
+            raise GredpError(f"{file} is not an image: its name must end in {', '.join(ENDINGS)}")
+        if not file.resolve().is_relative_to(inside):
+            raise GredpError(f"{file} is a link that leaves {root}")
+        if not file.is_file():
+            raise GredpError(f"{file} is not a plain file")
+    if not files:
+        raise GredpError(f"{folder} holds no image")
+    return files
+
+
+def _read(file: Path) -> Image.Image:
+    """Decoded, and turned as its camera was; no decoder but those of PNG and JPEG is tried."""
+    try:
+        with Image.open(file, formats=("PNG", "JPEG")) as image:
+            if image.width * image.height > LARGEST_IMAGE:
+                raise GredpError(f"{file} has {image.width}×{image.height} pixels, more than {LARGEST_IMAGE}")
+            if image.mode not in MODES:
+                raise GredpError(f"{file} has pixels of mode {image.mode}, not of 8 bits for each channel")
+            return ImageOps.exif_transpose(image)
+    except GredpError:
+        raise
+    except Exception:  # whatever a crafted file makes the decoder raise, which may quote it
+        raise GredpError(f"{file} cannot be read as an image of PNG or JPEG") from None
+
+
+def _place(item: tuple[int, Path]) -> bytes:
+    """Where an image stands among the others: by its name and its class, wherever the folder lies."""
+    return hashlib.sha256(os.fsencode(Path(*item[1].parts[-2:]))).digest()
+
+
+def _split(groups: Files, shape: tuple[int, int], grey: bool, scale: bool) -> tuple[np.ndarray, np.ndarray]:
+    named = sorted(((y, file) for y, group in enumerate(groups) for file in group), key=_place)
+    x = np.empty((len(named), *shape, 1 if grey else 3), dtype=np.uint8)
+    for place, (_, file) in enumerate(named):
+        image = _read(file).convert("L" if grey else "RGB")
+        if scale:
+            image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
+        if image.size[::-1] != shape:
+            raise GredpError(
+                f"{file} is not of {shape[0]}×{shape[1]} pixels as others are: scale all with --image-size"
+            )
+        x[place] = np.asarray(image).reshape(x.shape[1:])
+    return x, np.array([label for label, _ in named])

@@ -1,0 +1,252 @@
+"""A user's table: MINE.csv, and beside it a schema, MINE.toml or MINE.json, of what its columns may hold.
+
+Ranges, categories and classes come from the schema and never from the private rows: the largest value of a
+column would be a release of its own. Every row becomes features by fixed numbers, from itself alone. A line
+about a bad row names the row and the column and never the value: lines end up in logs.
+"""
+
+import csv
+import json
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gredp.errors import GredpError
+from gredp.storage.files import one_line, read
+
+#: what stands for a value that is not known
+MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
+LARGEST_SCHEMA = 1 << 20
+Row = list[str]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a table may hold.
+
+    `numeric` columns are clipped to their range and scaled to [−1, 1]; `categorical` ones become one feature
+    of 0 or 1 for each value. A column of `missing` may lack values: they become 0, and a numeric
+    column has one more feature that says so. Columns that are not named are not read.
+    """
+
+    label: str
+    classes: tuple[str, ...]
+    numeric: dict[str, tuple[float, float]]
+    categorical: dict[str, tuple[str, ...]]
+    missing: frozenset[str] = frozenset()
+    test: str | None = None
+
+    @property
+    def features(self) -> int:
+        wide = sum(len(values) for values in self.categorical.values())
+        return len(self.numeric) + len(self.missing & set(self.numeric)) + wide
+
+
+def load_table(path: Path) -> tuple[Schema, list[tuple[np.ndarray, np.ndarray]]]:
+    """The schema, and one or two splits, training first: float32 features `[n, d]`, int64 labels `[n]`."""
+    schema = read_schema(path)
+    files = [path] if schema.test is None else [path, path.with_name(schema.test)]
+    return schema, [encode(file, schema) for file in files]
+
+
+# ------------------------------------------------------------------ the schema
+
+
+def read_schema(path: Path) -> Schema:
+    """Of the table at `path`."""
+    if not path.exists():
+        raise GredpError(f"{path} is not there")
+    files = [path.with_suffix(end) for end in (".toml", ".json") if path.with_suffix(end).exists()]
+    if not files:
+        raise GredpError(
+            f"{path.with_suffix('.toml')} is not there: a table needs a schema, because ranges or categories "
+            "taken from private rows would be a release of their own (docs/howto.md)"
+        )
+    text = read(files[0], LARGEST_SCHEMA)
+    try:
+        found = tomllib.loads(text.decode()) if files[0].suffix == ".toml" else json.loads(text)
+        return _schema(found)
+    except GredpError as error:
+        raise GredpError(f"{files[0]}: {error}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise GredpError(f"{files[0]} cannot be read: {one_line(error)}") from None
+
+
+def _schema(found: Any) -> Schema:
+    known = {"label", "classes", "numeric", "categorical", "missing", "test"}
+    if not isinstance(found, dict) or set(found) - known or not {"label", "classes"} <= set(found):
+        raise GredpError(
+            f"a schema has label, classes and some of {', '.join(sorted(known))}, and nothing else"
+        )
+    numeric, categorical = found.get("numeric", {}), found.get("categorical", {})
+    if not (isinstance(numeric, dict) and isinstance(categorical, dict)):
+        raise GredpError("numeric and categorical name columns, each with its range or its values")
+    schema = Schema(
+        str(found["label"]),
+        _values("classes", found["classes"]),
+        {name: _range(name, given) for name, given in numeric.items()},
+        {name: _values(name, given) for name, given in categorical.items()},
+        frozenset(map(str, found.get("missing", []))),
+        found.get("test"),
+    )
+    names = [schema.label, *schema.numeric, *schema.categorical]
+    if len(set(names)) < len(names):
+        raise GredpError("a column is the label, numeric or categorical, and only one of them")
+    if len(names) == 1:
+        raise GredpError("there is no numeric and no categorical column to learn from")
+    if schema.missing - set(names[1:]):
+        raise GredpError(
+            f"missing names {sorted(schema.missing - set(names[1:]))}, which are no such columns"
+        )
+    test = schema.test
+    if test is not None and (
+        not isinstance(test, str) or Path(test).name != test or not test.endswith(".csv")
+    ):
+        raise GredpError(f"test must be the name of a .csv file in the same folder, not {test!r}")
+    return schema
+
+
+def _range(name: str, given: Any) -> tuple[float, float]:
+    ends = [float(v) for v in given] if isinstance(given, list) else []
+    if len(ends) != 2 or not (ends[0] < ends[1] and math.isfinite(ends[1] - ends[0])):
+        raise GredpError(f"the range of {name} must be [low, high] with low below high, not {given}")
+    return ends[0], ends[1]
+
+
+def _values(name: str, given: Any) -> tuple[str, ...]:
+    values = tuple(map(str, given)) if isinstance(given, list) else ()
+    if len(values) < 2 or len(set(values)) < len(values):
+        raise GredpError(f"{name} must list at least two different values, not {given}")
+    return values
+
+
+# ------------------------------------------------------------------ rows
+
+
+def encode(path: Path, schema: Schema) -> tuple[np.ndarray, np.ndarray]:
+    """`[n, d]` of float32 and `[n]` of int64, or one line that says where the table leaves its schema."""
+    columns = read_columns(path, [schema.label, *schema.numeric, *schema.categorical])
+    y = _indices(path, schema.label, columns[schema.label], schema.classes, False)
+    parts = []
+    for name, ends in schema.numeric.items():
+        values = _numbers(path, name, columns[name], name in schema.missing)
+        unknown = np.isnan(values)
+        scaled = 2 * (np.clip(values, *ends) - ends[0]) / (ends[1] - ends[0]) - 1
+        parts.append(np.where(unknown, 0.0, scaled)[:, None])
+        if name in schema.missing:
+            parts.append(unknown[:, None])
+    for name, allowed in schema.categorical.items():
+        index = _indices(path, name, columns[name], allowed, name in schema.missing)
+        parts.append(index[:, None] == np.arange(len(allowed)))
+    return np.concatenate(parts, axis=1).astype(np.float32), y
+
+
+def read_columns(path: Path, names: list[str] | None = None) -> dict[str, Row]:
+    """Columns of a CSV file with a header, all or those that are named, without blanks around values."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            if len(set(header)) < len(header):
+                raise GredpError(f"{path} names a column twice")
+            for name in names or ():
+                if name not in header:
+                    raise GredpError(f"{path} has no column {name!r}: its first line must name the columns")
+            places = {name: header.index(name) for name in names or header}
+            columns: dict[str, Row] = {name: [] for name in places}
+            for row in filter(None, reader):
+                if len(row) != len(header):
+                    raise GredpError(
+                        f"{path}, line {reader.line_num}: {len(row)} values, but {len(header)} columns"
+                    )
+                for name, place in places.items():
+                    columns[name].append(row[place].strip())
+    except GredpError:
+        raise
+    except FileNotFoundError:
+        raise GredpError(f"{path} is not there") from None
+    except UnicodeDecodeError:
+        raise GredpError(f"{path} cannot be read: it is not UTF-8") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
+    if not any(columns.values()):
+        raise GredpError(f"{path} has no rows")
+    return columns
+
+
+def is_missing(text: str) -> bool:
+    return text.lower() in MISSING
+
+
+def _numbers(path: Path, name: str, texts: Row, may_be_missing: bool) -> np.ndarray:
+    """`[n]`; not a number where the value is missing, and nowhere else."""
+    values = np.empty(len(texts))
+    for i, text in enumerate(texts):
+        if is_missing(text):
+            if not may_be_missing:
+                raise GredpError(f"{_row(path, i)}: {name} is missing; list it under missing if it may be")
+            values[i] = math.nan
+            continue
+        try:
+            values[i] = float(text)
+        except ValueError:
+            values[i] = math.nan
+        if not math.isfinite(values[i]):
+            raise GredpError(f"{_row(path, i)}: {name} is not a finite number")
+    return values
+
+
+def _indices(path: Path, name: str, texts: Row, allowed: tuple[str, ...], may_be_missing: bool) -> np.ndarray:
+    """`[n]`: the place of each value among those allowed, −1 where it is missing."""
+    places = {value: i for i, value in enumerate(allowed)}
+    found = np.array([places.get(text, -1) for text in texts], dtype=np.int64)
+    for i in np.flatnonzero(found < 0):
+        if not (may_be_missing and is_missing(texts[i])):
+            shown = ", ".join(allowed[:5]) + (", …" if len(allowed) > 5 else "")
+            raise GredpError(f"{_row(path, int(i))}: {name} is not one of {shown}")
+    return found
+
+
+def _row(path: Path, index: int) -> str:
+    return f"{path}, row {index + 1}"
+
+
+# ------------------------------------------------------------------ a schema to begin with
+
+
+def propose(path: Path, label: str) -> str:
+    """The schema of a *public* table, as TOML: its ranges, categories and classes, which this publishes."""
+    columns = read_columns(path)
+    if label not in columns:
+        raise GredpError(f"{path} has no column {label!r}, only {', '.join(columns)}")
+    numeric, categorical, missing = [], [], []
+    for name, texts in columns.items():
+        known = sorted({text for text in texts if not is_missing(text)})
+        if name == label or not known:
+            continue
+        if len(known) < len(set(texts)):
+            missing.append(name)
+        try:
+            numbers = [float(text) for text in known]
+        except ValueError:
+            categorical.append(f"{_quoted(name)} = {_quoted(known)}")
+        else:
+            numeric.append(f"{_quoted(name)} = [{min(numbers)!r}, {max(numbers)!r}]")
+    lines = [
+        f"# From {path.name}, which must be public: whoever reads this learns its ranges and categories.",
+        f"label = {_quoted(label)}",
+        f"classes = {_quoted(sorted(set(columns[label])))}",
+        f"missing = {_quoted(missing)}",
+        *(["", "[numeric]", *numeric] if numeric else []),
+        *(["", "[categorical]", *categorical] if categorical else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: Any) -> str:
+    """JSON's strings and lists are TOML's as well."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,81 @@
+"""The records of a run as its network sees them: read, sent through a front, held out, drawn anew."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gredp.app.data import Splits, hold_out, load
+from gredp.app.data.augment import DRAWS, augmented
+from gredp.app.features.backbone import Backbone
+from gredp.app.features.cache import Front, through
+from gredp.app.features.scattering import Scattering
+from gredp.app.settings import TrainSettings
+from gredp.errors import GredpError
+from gredp.randomness import Secret
+
+
+def centred(x: Tensor) -> Tensor:
+    """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own. Tables are."""
+    return 2 * x - 1 if x.dim() == 4 else x
+
+
+def as_they_are(x: Tensor) -> Tensor:
+    """Features of a front."""
+    return x
+
+
+class Records(Dataset[tuple[Tensor, Tensor]]):
+    """Training records, pixels centred as they are read; a batch is read at once. `views` draws one anew."""
+
+    def __init__(self, data: Splits, views: Secret | None = None) -> None:
+        self.x, self.y = data.x_train, data.y_train
+        self.prepare = as_they_are if data.features else centred
+        self.views = views
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        x = self.prepare(self.x[indices])
+        if self.views is not None:
+            draws = self.views.uniform(DRAWS * len(indices), "views", self.views.fresh())
+            x = augmented(x, draws.view(-1, DRAWS))
+        return list(zip(x, self.y[indices]))
+
+
+def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Splits, Front | None]:
+    """The records as the network sees them, and the front they went through."""
+    front: Front | None = None
+    if settings.pretrained is not None:
+        front = Backbone(settings.pretrained)
+    elif settings.front == "scattering":
+        front = Scattering()
+    if given is not None and front is not None:
+        raise GredpError("features are kept by data set: data in memory do not go through a front")
+    data = given or load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
+    if front is not None:
+        own = settings.holdout, settings.image_size
+        data = through(front, data, settings.dataset, settings.data_dir, *own)
+    if settings.augment and len(data.input_shape) != 3:
+        raise GredpError(f"--augment draws views of images, not of rows of {data.input_shape[0]} features")
+    return (hold_out(data, settings.validation) if settings.validation else data), front
+
+
+def describe_data(data: Splits, front: Front | None = None) -> dict[str, Any]:
+    """What a run notes of its data and front, and checks when it is resumed.
+
+    Of the data counts and shapes, no hash, keyed or not: with the run's folder in hand it would tell whether
+    a guessed data set is the one. Of the front all that it depends on, public weights by their hash.
+    """
+    return {
+        "name": data.name,
+        "records": len(data.x_train),
+        "test_records": len(data.x_test),
+        "classes": data.classes,
+        "input_shape": list(data.input_shape),
+        "front": None if front is None else front.identity(),
+    }

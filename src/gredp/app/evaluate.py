@@ -1,0 +1,42 @@
+"""How good a model is, on records that it was not trained on."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gredp.app.data import Splits
+from gredp.app.data.datasets import Stored
+from gredp.app.dataset import as_they_are, centred
+from gredp.app.models import build
+from gredp.storage.checkpoint import load_weights
+
+if TYPE_CHECKING:
+    from gredp.app.train import Run
+
+
+def judge(
+    model: nn.Module, x: "Tensor | Stored", y: Tensor, prepare: Callable[[Tensor], Tensor] = as_they_are
+) -> tuple[float, float]:
+    """Share of records that it gets right, and its mean cross-entropy."""
+    model.eval()
+    hits, loss = 0, 0.0
+    with torch.no_grad():
+        for part in torch.arange(len(y)).split(1024):
+            logits = model(prepare(x[part.tolist()]))
+            hits += int((logits.argmax(1) == y[part]).sum())
+            loss += float(F.cross_entropy(logits.double(), y[part], reduction="sum"))
+    model.train()
+    return hits / len(y), loss / len(y)
+
+
+def score(run: "Run", data: Splits) -> int:
+    """How many of the test records of `data` the run's model gets right."""
+    told = run.record["settings"]
+    model = build(told["model"], data.input_shape, data.classes, told["block"])
+    load_weights(model, load_file(run.folder / "model.safetensors"))
+    share, _ = judge(model, data.x_test, data.y_test, centred)
+    return round(share * len(data.y_test))

@@ -1,0 +1,94 @@
+"""Means and energies of the channels, learned privately before training: one more query of the same ledger.
+
+Features enter by their signed roots, x → ±√|x|: they are sums of moduli or positive parts, with long tails.
+
+Formal guarantee. A record contributes v = (mean of channel c, mean square of channel c)_c of its roots,
+`[2C]`, clipped to K = {‖v‖ ≤ √(2C)}. Released is Σ v + N(0, (z·√(2C))² I): by its certificate the Gaussian
+mechanism with multiplier z. It takes all records (sampling rate 1) and is charged before its noise is drawn;
+the ledger of the run's folder begins with that charge, and nothing of the release is written before it.
+
+What the network makes of it, (±√|x| − mean)/deviation, is post-processing. The numbers stay with the weights,
+in checkpoints and in the model's file: a run that goes on or is forked has them from there.
+
+The norm √(2C) lets a record pass as it is whose roots have energy 1 on average: fronts give about that.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gredp.app.data.datasets import Stored
+from gredp.distributed import add_up, begin, finish, pass_on, rank, world_size
+from gredp.engine import PrivacyEngine
+from gredp.gradient.noise import SecretSource
+from gredp.privacy.certificate import Certificate, Release
+
+#: least deviation that a channel is taken to have: the noise on its energy must not be blown up
+SMALLEST = 0.1
+
+
+class ChannelNorm(nn.Module):
+    """`[b, C, H, W]` → the same, each channel (±√|x| − mean)/scale by released numbers; none is trained."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("scale", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (root(x) - self.mean[:, None, None]) / self.scale[:, None, None]
+
+    def take(self, released: Tensor, records: int) -> None:
+        """Set mean and scale from a released sum `[2C]` over `records` records."""
+        mean, energy = (released / records).chunk(2)
+        self.mean.copy_(mean)
+        self.scale.copy_((energy - mean.square()).clamp(min=SMALLEST**2).sqrt())
+
+
+def root(x: Tensor) -> Tensor:
+    return x.sign() * x.abs().sqrt()
+
+
+def certificate(channels: int, noise_multiplier: float) -> Certificate:
+    norm = clip_norm(channels)
+    return Certificate((Release("means and energies of channels", norm, noise_multiplier * norm),))
+
+
+def clip_norm(channels: int) -> float:
+    return math.sqrt(2 * channels)
+
+
+def contributions(x: Tensor) -> Tensor:
+    """`[b, C, H, W]` → `[b, 2C]` of float64, each record's clipped; one that is not finite gives 0."""
+    x = root(x.double().flatten(2))
+    v = torch.cat([x.mean(2), x.square().mean(2)], 1)
+    v = torch.where(v.isfinite().all(1, keepdim=True), v, 0.0)
+    return v / (v.norm(dim=1, keepdim=True) / clip_norm(x.shape[1])).clamp(min=1)
+
+
+def release(engine: PrivacyEngine, x: "Tensor | Stored", query: Certificate) -> Tensor:
+    """`[2C]`: the noisy sum over all records `[n, C, H, W]`, charged to the engine; before `make_private`.
+
+    `query` is `certificate(C, z)`. Of several processes each adds up the records that are its own, and the
+    first one draws the noise.
+    """
+    channels = x.shape[1]
+    total = torch.zeros(2 * channels, dtype=torch.float64)
+    own = torch.arange(rank(), len(x), world_size())
+    for part in own.split(256):
+        total += contributions(x[part.tolist()]).sum(0)
+    begin("the statistics of the records")
+    engine.ledger.charge(query, sample_rate=1.0)
+    engine.ledger.inherited = engine.ledger.steps  # it comes before the run's own steps
+    total = add_up({"sum": total})["sum"]
+    if rank() == 0:
+        source = SecretSource(engine.secret)
+        source.begin(engine.ledger.steps)
+        total = total + query.releases[0].noise_std * source.normal((2 * channels,), total)
+    total = pass_on({"sum": total})["sum"]
+    finish()
+    return total

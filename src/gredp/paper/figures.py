@@ -1,0 +1,81 @@
+"""The paper's accuracy figure, drawn from the records: accuracy against ε, spent ε and epochs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from gredp.paper.tables import TITLES, Line, paper_figure
+
+COLOURS = {
+    "plain": "#8c8c8c",
+    "dpsgd": "#4c72b0",
+    "spectral-dp": "#dd8452",
+    "gredp-claimed": "#c44e52",
+    "gredp": "#55a868",
+    "shaped": "#8172b3",
+}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "gredp", "font.size": 9}
+
+
+def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
+    """For each network accuracy against the ε asked for, and against the ε that was really spent."""
+    with plt.rc_context(STYLE):
+        figure, panels = _panels(lines)
+        for network, here, left, right in panels:
+            for row in dict.fromkeys(line.cell.row for line in here):
+                points = sorted((line for line in here if line.cell.row == row), key=lambda x: x.cell.epsilon)
+                style: Any = {"color": COLOURS[row], "marker": "o", "label": TITLES[row]}
+                means = [line.mean for line in points]
+                left.plot([line.cell.epsilon for line in points], means, **style)
+                right.plot([line.proven for line in points], means, **style)
+                printed = [(line.cell.epsilon, paper_figure(line.cell)) for line in points]
+                known = [(x, y) for x, y in printed if y is not None]
+                if known and row not in ("gredp", "shaped"):  # the paper has its own method once
+                    left.plot(*zip(*known), "x:", color=COLOURS[row], alpha=0.5)
+            left.set(
+                title=network, xlabel="ε asked for (crosses: the paper's figures)", ylabel="test accuracy, %"
+            )
+            right.set(title=network, xlabel="proven ε")
+            left.legend(fontsize=7)
+        save_figure(figure, path)
+
+
+def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
+    """For each network accuracy against the proven ε spent so far, and against epochs."""
+    with plt.rc_context(STYLE):
+        figure, panels = _panels(lines)
+        for network, here, left, right in panels:
+            for line in here:
+                metrics = line.records[0]["metrics"]
+                accuracy = [100 * m["test_accuracy"] for m in metrics]
+                style: Any = {"color": COLOURS[line.cell.row], "label": TITLES[line.cell.row]}
+                if line.cell.row != "plain":
+                    left.plot([m["proven_epsilon"] for m in metrics], accuracy, **style)
+                right.plot([m["epoch"] for m in metrics], accuracy, **style)
+            left.set(title=network, xlabel="proven ε spent", ylabel="test accuracy, %")
+            right.set(title=network, xlabel="epochs")
+            right.legend(fontsize=7)
+        save_figure(figure, path)
+
+
+def _panels(lines: Sequence[Line]) -> tuple[Any, list[tuple[str, list[Line], Any, Any]]]:
+    """A figure with two axes for each network: (network, its lines, left, right)."""
+    networks = list(dict.fromkeys(line.cell.model for line in lines))
+    size = (9, 3.2 * len(networks))
+    figure, grid = plt.subplots(len(networks), 2, figsize=size, layout="constrained", squeeze=False)
+    return figure, [
+        (network, [line for line in lines if line.cell.model == network], left, right)
+        for network, (left, right) in zip(networks, grid)
+    ]
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date of its own the file is the same every time.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+    plt.close(figure)

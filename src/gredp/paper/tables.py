@@ -1,0 +1,131 @@
+"""From the records of cells to lines of a table: the paper's figure, ours, ε claimed, proven and audited."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gredp.app.jobs import JUDGED_BY, read_record
+from gredp.paper.cells import PAPER, Cell
+from gredp.paper.paper import BATCH_SIZE, CLIPPING, FROM_SCRATCH, LEARNING_RATE, TRANSFER
+from gredp.privacy.accountant import round_up
+
+#: how a row is called where people read it
+TITLES = {
+    "plain": "plain",
+    "dpsgd": "DP-SGD",
+    "spectral-dp": "Spectral-DP, claimed",
+    "gredp-claimed": "GReDP, claimed",
+    "gredp": "GReDP, proven",
+    "shaped": "GReDP shaped, proven",
+}
+HEADER = ("row", "ε asked", "paper, %", "ours, %", "claimed ε", "proven ε", "audited ε")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What came out for one cell, over its seeds."""
+
+    cell: Cell
+    records: tuple[dict[str, Any], ...]
+
+    @property
+    def accuracies(self) -> list[float]:
+        return [100 * record[key] for record in self.records for key in JUDGED_BY if key in record]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.accuracies)
+
+    @property
+    def proven(self) -> float:
+        """The largest of the runs: what is promised for each."""
+        return max(float(record["guarantee"]["proven_epsilon"]) for record in self.records)
+
+    @property
+    def claimed(self) -> float | None:
+        claims = [record["guarantee"]["claimed_epsilon"] for record in self.records]
+        return None if None in claims else max(map(float, claims))
+
+    def shown(self, ablation: str | None = None) -> tuple[str, ...]:
+        """As text, in the order of HEADER; the claimed ε only beside the proven one.
+
+        The paper's figure is that of its `ablation` of a setting, where one is named.
+        """
+        runs = len(self.records)
+        spread = f" ± {statistics.stdev(self.accuracies):.2f} ({runs})" if runs > 1 else ""
+        printed = paper_figure(self.cell, ablation)
+        private = self.cell.row != "plain"
+        bounds = [record["audit"]["epsilon"] for record in self.records if "audit" in record]
+        return (
+            TITLES[self.cell.row],
+            f"{self.cell.epsilon:g}" if private else "",
+            "–" if printed is None else f"{printed:g}",
+            f"{self.mean:.2f}{spread}",
+            f"{round_up(self.claimed, 3)}" if private and self.claimed is not None else "–",
+            f"{round_up(self.proven, 3)}" if private else "∞",
+            f"≥ {bounds[0]:.3f}" if bounds else "–",  # the best of several games would be wrong more often
+        )
+
+
+def clipped_layers(guarantee: dict[str, Any]) -> int:
+    """L, that are each clipped to the norm: under the paper's calibration z = σ/√(2L)."""
+    return round((guarantee["sigma"] / float(guarantee["noise_multiplier"])) ** 2 / 2)
+
+
+def lines(cells: Iterable[Cell], out: Path) -> list[Line]:
+    """Those that have a record, seeds together."""
+    found: dict[str, tuple[Cell, list[dict[str, Any]]]] = {}
+    for cell in cells:
+        record = read_record(out, cell)
+        if record is not None:
+            found.setdefault(cell.group, (cell, []))[1].append(record)
+    return [Line(cell, tuple(records)) for cell, records in found.values()]
+
+
+def by_setting(found: Iterable[Line]) -> dict[str, list[Line]]:
+    """Lines that differ in row and ε alone, under what they have in common."""
+    tables: dict[str, list[Line]] = {}
+    for line in found:
+        cell = line.cell
+        told = [f"{key.replace('_', ' ')} {value}" for key, value in sorted(cell.settings.items())]
+        title = ", ".join([f"{cell.model} on {cell.dataset}", f"{cell.epochs} epochs", *told])
+        tables.setdefault(title, []).append(line)
+    return tables
+
+
+def paper_figure(cell: Cell, ablation: str | None = None) -> float | None:
+    """What the paper prints for the cell; for our own rows, the figure that its method claims.
+
+    Its `ablation` of the learning rate has another figure for the usual rate than its tables.
+    """
+    epsilon = 0 if cell.row == "plain" else cell.epsilon
+    told = {key: value for key, value in cell.settings.items() if PAPER.get(key) != value}
+    row = "gredp-claimed" if cell.row in ("gredp", "shaped") else cell.row
+    if cell.model.startswith("resnet18"):  # at another rate than PAPER's
+        printed = TRANSFER[cell.dataset, cell.model] if set(told) <= {"lr"} else {}
+        return printed.get(row, {}).get(epsilon)
+    network = cell.model.removesuffix("-half")
+    if network not in FROM_SCRATCH:
+        return None
+    if ablation == "lr" and network == "lenet5":
+        return LEARNING_RATE.get(_number(cell.settings.get("lr", PAPER["lr"])))
+    if not told:
+        return FROM_SCRATCH[network].get(row, {}).get(epsilon)
+    if set(told) == {"clip_norm"}:
+        return CLIPPING[network].get(_number(told["clip_norm"]), {}).get(epsilon)
+    if network == "lenet5" and set(told) == {"batch_size"}:
+        return BATCH_SIZE.get(int(_number(told["batch_size"])))
+    if network == "lenet5" and set(told) == {"lr"}:
+        return LEARNING_RATE.get(_number(told["lr"]))
+    return None
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def markdown(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])

@@ -1,0 +1,1 @@
+"""Every file on disk: its name, format, version, writer and reader."""

@@ -1,1 +1,0 @@
-"""The training loop of the command line, and the record it leaves."""

@@ -1,0 +1,180 @@
+"""Known data sets are fetched whole or not at all, and verified. No network: `datasets` is a fake."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from gredp.app.cli import main
+from gredp.app.data import KNOWN, fetch
+from gredp.app.data.fetch import Source, digest, get, in_order, listing, state
+from gredp.errors import GredpError
+
+RNG = np.random.default_rng(0)
+
+
+def arrays_of(shape: tuple[int, ...], train: int, classes: int) -> dict[str, np.ndarray]:
+    return {
+        "x_train": RNG.integers(0, 256, (train, *shape), dtype=np.uint8),
+        "y_train": (np.arange(train) % classes).astype(np.uint8),
+        "x_test": RNG.integers(0, 256, (20, *shape), dtype=np.uint8),
+        "y_test": (np.arange(20) % classes).astype(np.uint8),
+    }
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sources as they are, but of few records with their own checksums; gives the arrays."""
+    monkeypatch.setattr(Source, "shapes", lambda s: small_shapes(s))
+    found = {}
+    for name, source in fetch.SOURCES.items():
+        arrays = found[name] = arrays_of(source.shape, 40, 20 if name == "cifar100" else 10)
+        parts = tuple(digest(arrays["x_train"][i : i + 8]) for i in range(0, 40, 8)) if source.parts else ()
+        sums = tuple(digest(a) for a in arrays.values()) if source.sums else ()
+        monkeypatch.setitem(
+            fetch.SOURCES, name, dataclasses.replace(source, train=40, sums=sums, parts=parts)
+        )
+    return found
+
+
+def small_shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    shapes = ((40, *source.shape), (40,), (20, *source.shape), (20,))
+    return dict(zip(("x_train", "y_train", "x_test", "y_test"), shapes))
+
+
+@pytest.fixture
+def hub(monkeypatch, small):
+    """A fake `datasets` that serves `small`; changes to the dictionary change what it serves."""
+
+    def load_dataset(repository: str, *, split: str) -> dict[str, list]:
+        name = next(n for n, s in fetch.SOURCES.items() if s.repository == repository)
+        source, arrays = fetch.SOURCES[name], small[name]
+        return {source.image: list(arrays[f"x_{split}"]), source.label: arrays[f"y_{split}"].tolist()}
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return module
+
+
+@pytest.mark.parametrize("name", list(fetch.SOURCES))
+def test_what_is_fetched_is_written_as_it_is(hub, small, tmp_path, name):
+    path, words = get(name, str(tmp_path / "new" / "folder"))
+    assert words.startswith("whole")
+    assert ("no checksum" in words) == (name == "fashion-mnist")
+    with np.load(path, allow_pickle=False) as got:
+        for key, array in small[name].items():
+            np.testing.assert_array_equal(got[key], array)
+            assert got[key].dtype == np.uint8
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_that_is_whole_is_not_fetched_again_and_a_damaged_one_is(hub, small, tmp_path):
+    path, _ = get("mnist", str(tmp_path))
+    before = path.stat().st_mtime_ns
+    get("mnist", str(tmp_path))
+    assert path.stat().st_mtime_ns == before
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 1
+    path.write_bytes(content)
+    assert state("mnist", str(tmp_path))[0] is False
+    get("mnist", str(tmp_path))
+    assert state("mnist", str(tmp_path)) == (True, "whole")
+
+
+def test_parts_in_another_order_are_put_right(hub, small, tmp_path):
+    original = {k: v.copy() for k, v in small["cifar10"].items()}
+    order = np.concatenate([np.arange(8) + 8 * i for i in (3, 2, 1, 4, 0)])
+    small["cifar10"] |= {k: original[k][order] for k in ("x_train", "y_train")}
+    path, _ = get("cifar10", str(tmp_path))
+    with np.load(path, allow_pickle=False) as got:
+        for key, array in original.items():
+            np.testing.assert_array_equal(got[key], array)
+    strange = small["cifar10"] | {"x_train": small["cifar10"]["x_train"][::-1]}
+    assert in_order(fetch.SOURCES["cifar10"], strange) is strange
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change", "words"),
+    [
+        ("mnist", "x_train", lambda a: a ^ 1, "x_train has another SHA-256"),
+        ("mnist", "y_test", lambda a: a[::-1], "y_test has another SHA-256"),
+        ("cifar100", "x_test", lambda a: a[:, :31], "not uint8 of shape (20, 32, 32, 3)"),
+        ("fashion-mnist", "y_train", lambda a: a * 0, "does not hold every class equally often"),
+    ],
+)
+def test_wrong_downloads_are_refused_and_nothing_is_written(hub, small, tmp_path, name, key, change, words):
+    small[name][key] = change(small[name][key])
+    with pytest.raises(GredpError) as error:
+        get(name, str(tmp_path))
+    assert words in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def refused(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["data", *arguments])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
+
+
+def test_without_a_network_or_the_package_one_line_says_what_to_put_where(hub, monkeypatch, tmp_path, capsys):
+    def offline(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    hub.load_dataset = offline
+    message = refused(capsys, "get", "cifar10", "--data-dir", str(tmp_path))
+    assert (
+        f"x_train [40, 32, 32, 3], y_train [40], x_test [20, 32, 32, 3], y_test [20] at {tmp_path}" in message
+    )
+    assert "(no route)" in message
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message = refused(capsys, "get", "mnist", "--data-dir", str(tmp_path))
+    assert "pip install 'gredp[data]'" in message
+    assert str(tmp_path / "mnist.npz") in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["get"], "gredp data get NAME"),
+        (["list", "mnist"], "gredp data list"),
+        (["get", "imagenet"], "unknown data set 'imagenet'"),
+        (["get", "digits"], "embedded"),
+    ],
+)
+def test_wrong_words_are_refused(capsys, arguments, words):
+    assert words in refused(capsys, *arguments)
+
+
+def test_folders_that_cannot_be_made_are_refused(hub, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GredpError, match="cannot be made"):
+        get("mnist", str(tmp_path / "file" / "data"))
+
+
+def test_the_list_says_what_is_there_and_whether_it_is_whole(hub, tmp_path, capsys):
+    get("cifar100", str(tmp_path))
+    (tmp_path / "mnist.npz").write_bytes(b"half")
+    rows = {row["name"]: row for row in listing(str(tmp_path))}
+    assert {name: row["whole"] for name, row in rows.items()} == {
+        "digits": True, "mnist": False, "fashion-mnist": False, "cifar10": False, "cifar100": True,
+    }  # fmt: skip
+    assert rows["cifar10"]["state"] == "not there"
+    assert rows["mnist"]["state"].startswith("damaged")
+    main(["data", "list", "--data-dir", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["data"] == list(rows.values())
+    main(["data", "list", "--data-dir", str(tmp_path)])
+    assert "not there" in capsys.readouterr().out
+
+
+def test_every_known_name_has_a_source_with_sums_of_all_arrays_or_of_none():
+    assert set(fetch.SOURCES) | {"digits"} == set(KNOWN)
+    for source in fetch.SOURCES.values():
+        assert len(source.sums) in (0, 4)
+        assert all(len(s) == 64 for s in (*source.sums, *source.parts))
