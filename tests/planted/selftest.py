@@ -19,15 +19,15 @@ class Planted:
     """A bug, the check that is to notice it, and that check's arguments."""
 
     bug: Callable[..., Any]
-    check: Callable[..., checks.Verdict]
+    check: Callable[..., examples.Verdict]
     arguments: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
         return self.bug.__name__.replace("_", " ")
 
-    def run(self, effort: checks.Effort, with_bug: bool = True) -> checks.Verdict:
-        if self.check is checks.step_game:
+    def run(self, effort: examples.Effort, with_bug: bool = True) -> examples.Verdict:
+        if self.check is examples.step_game:
             step = self.bug if with_bug else examples.honest_step
             return self.check(effort, step, examples.SIGMA, *self.arguments)
         effort_first = (effort,) if self.check is checks.game else ()
@@ -35,7 +35,7 @@ class Planted:
             return self.check(*effort_first, *self.arguments)
 
 
-GAME, STEP = checks.game, checks.step_game
+GAME, STEP = checks.game, examples.step_game
 SELF_TEST = [
     Planted(bugs.fft_without_unitary_scaling, GAME, (GREDP,)),
     Planted(bugs.half_spectrum_without_root_two, GAME, (GREDP, ("sinusoid",))),
@@ -107,10 +107,10 @@ SELF_TEST = [
 ]
 
 
-def self_test(effort: checks.Effort | None = None) -> Iterator[dict[str, Any]]:
+def self_test(effort: examples.Effort | None = None) -> Iterator[dict[str, Any]]:
     """One row for each bug: what the check says with it, and what it says without (it must be silent)."""
-    effort = effort or checks.Effort()
-    silent: dict[str, checks.Verdict] = {}
+    effort = effort or examples.Effort()
+    silent: dict[str, examples.Verdict] = {}
     for row in SELF_TEST:
         key = f"{row.check.__name__}{row.arguments}"
         if key not in silent:
