@@ -77,15 +77,15 @@ def current(path: Path, figure: Figure) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("pages", nargs="*", metavar="PAGE", choices=[[], *PAGES], help=", ".join(PAGES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if one is not current"
+        "pages", nargs="*", metavar="PAGE", help=f"{', '.join(PAGES)}; all of them by default"
     )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if one is not current")
     arguments = parser.parse_args()
     names = arguments.pages or PAGES
+    if unknown := set(names) - set(PAGES):
+        parser.error(f"there is no page {', '.join(sorted(unknown))}; choose from {', '.join(PAGES)}")
     if arguments.check:
         old = [path.relative_to(ROOT).as_posix() for name in names for path in stale(name)]
         sys.exit(f"not current: {', '.join(old)}; run python benchmarks/pages.py" if old else 0)

@@ -16,6 +16,7 @@ import tyro
 import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
+import gredp
 from gredp import PrivacyEngine
 from gredp.app.cli import Command, main
 
@@ -197,6 +198,21 @@ def test_every_page_is_in_the_navigation():
     named = re.findall(r"[\w-]+\.md", str(settings["nav"]))
     assert sorted(named) == sorted(["index.md", *(page.name for page in PAGES if page.name != "README.md")])
     assert settings["validation"]["nav"]["omitted_files"] == "warn"
+
+
+def test_the_reference_has_every_public_name_and_every_command():
+    listed = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference.md").read_text(), re.M))
+    names = {name.rpartition(".")[2] for name in listed}
+    assert set(gredp.__all__) - names <= {"__version__"}
+    assert {f"{settings.__module__}.{settings.__name__}" for settings in COMMANDS.values()} <= listed
+
+
+def test_files_of_the_architecture_are_there():
+    """Every file that the page names, by the end of its path."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    for name in sorted(set(re.findall(r"`((?:\w+/)*\w+\.py)`", page))):
+        assert any(f"/{path}".endswith(f"/{name}") for path in files), f"there is no {name}"
 
 
 #: of code on the site at a width of 1280 pixels; more is hidden behind a scroll bar
