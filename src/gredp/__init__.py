@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gredp.engine import PrivacyEngine as PrivacyEngine
     from gredp.errors import GredpError as GredpError
+    from gredp.gradient.rules import register_rule as register_rule
     from gredp.layers import BlockCirculantLinear as BlockCirculantLinear
     from gredp.layers import PrivateMultiheadAttention as PrivateMultiheadAttention
     from gredp.layers import SpectralConv2d as SpectralConv2d
@@ -31,6 +32,7 @@ _HOMES = {
     "BatchMemoryManager": "gredp.sampling",
     "ModuleValidator": "gredp.validation",
     "fix": "gredp.validation",
+    "register_rule": "gredp.gradient.rules",
     "to_spectral": "gredp.validation",
     "validate": "gredp.validation",
 }

@@ -1,6 +1,7 @@
 """Laws that every layer type must obey: a new rule joins `CASES` and inherits all of them."""
 
 import copy
+import doctest
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d, WSConv2d
+from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d, WSConv2d, register_rule
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
-from gredp.gradient.per_sample import PerSampleGradient
-from oracles import grid_energy, of_records, per_sample_gradients, wavy
+from gredp.gradient.per_sample import Dense, PerSampleGradient
+from gredp.gradient.rules import rule_for
+from oracles import clipped_sum, grid_energy, of_records, per_sample_gradients, wavy
+from worlds import make_private, released
 
 quick = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -54,6 +57,22 @@ class Rooted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x * self.scale))
+
+
+class Tapered(nn.Linear):
+    """A user's layer, with a rule that was registered from outside of the package."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.sin(x))
+
+
+class Counted(Tapered):
+    pass
+
+
+@register_rule(Tapered)
+def tapered(layer: Tapered, x: Tensor, g: Tensor) -> dict[str, PerSampleGradient]:
+    return {"weight": Dense(g[:, :, None] * torch.sin(x)[:, None]), "bias": Dense(g)}
 
 
 class Scalar(nn.Module):
@@ -116,6 +135,7 @@ CASES = {
     "linear, two axes of positions": Case(lambda: nn.Linear(4, 3), (2, 3, 4)),
     "linear, subclass": Case(lambda: Subclassed(5, 3), (5,)),
     "linear, subclass with its own forward": Case(lambda: Rescaled(5, 3), (5,)),
+    "registered from outside": Case(lambda: Tapered(5, 3), (5,)),
     "conv1d": Case(lambda: nn.Conv1d(2, 3, 3), (2, 7)),
     "conv1d, stride and dilation": Case(lambda: nn.Conv1d(2, 3, 2, stride=2, dilation=3), (2, 9)),
     "conv1d, same": Case(lambda: nn.Conv1d(2, 3, 4, padding="same"), (2, 6)),
@@ -669,3 +689,42 @@ def test_group_norm_of_any_shape(batch, groups, each, grid):
 )
 def test_elementwise_norms_of_any_shape(batch, shape, positions, kind):
     check(kind(shape), reals(batch, *positions, *shape))
+
+
+def test_the_rule_of_the_nearest_type_counts():
+    """A rule from outside is used where it was registered for, not the one its layer's parent has."""
+
+    class Child(Tapered):
+        pass
+
+    class Own(nn.Linear):
+        pass
+
+    assert rule_for(Tapered(2, 2)) is rule_for(Child(2, 2)) is tapered
+    assert rule_for(Own(2, 2)) is rule_for(nn.Linear(2, 2))
+    register_rule(Own)(tapered)
+    assert rule_for(Own(2, 2)) is tapered
+    assert rule_for(nn.Linear(2, 2)) is not tapered
+
+
+def test_make_private_uses_a_rule_registered_from_outside():
+    called = []
+
+    @register_rule(Counted)
+    def counted(layer: Counted, x: Tensor, g: Tensor) -> dict[str, PerSampleGradient]:
+        called.append(len(x))
+        return tapered(layer, x, g)
+
+    x = torch.randn(4, 5)
+    model, optimizer, _, _ = make_private(Counted(5, 3), (x, x), clip=0.5)
+    expected = clipped_sum(per_sample_gradients(model, x), [(("weight", "bias"), 0.5)])
+    wavy(model(x)).mean().backward()
+    optimizer.step()
+    assert called == [4]
+    for name, value in released(model, optimizer).items():
+        assert_close(value.double(), expected[name], 1e-5)
+
+
+def test_the_example_of_register_rule_runs():
+    example = doctest.DocTestFinder().find(register_rule, "register_rule")[0]
+    assert not doctest.DocTestRunner().run(example).failed
