@@ -23,7 +23,7 @@ from gredp import PrivacyEngine
 from gredp.app.models import build
 from gredp.app.settings import TrainSettings
 from gredp.app.train import train
-from gredp.distributed import add_up, begin, finish, pass_on, process_group, rank, world_size
+from gredp.distributed import all_reduce_sum, begin, broadcast, finish, process_group, rank, world_size
 from gredp.storage.record import header
 
 SIZES, ROUNDS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000), 15
@@ -48,7 +48,7 @@ def milliseconds(action: Callable[[], object], rounds: int, tensors: bool = Fals
 def exchange(parameters: int) -> float:
     """What a step sends for so many parameters: sums to all, the noisy gradient from the first."""
     values = {"all": torch.zeros(parameters)}
-    return milliseconds(lambda: pass_on(add_up(values)), ROUNDS, tensors=True)
+    return milliseconds(lambda: broadcast(all_reduce_sum(values)), ROUNDS, tensors=True)
 
 
 def step(records: int) -> tuple[float, int]:

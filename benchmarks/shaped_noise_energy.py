@@ -34,11 +34,15 @@ def energy_ratios(optimizer, model, x, y) -> dict[str, float]:
     F.cross_entropy(model(x), y).backward()
     spectra = optimizer.capture.take()
     with torch.no_grad():
-        e = torch.cat([energies(spectra.gradients[n], v) for n, v in step.views.items()], 1).mean(0).double()
-    n = step.shape.sizes.double()
+        e = (
+            torch.cat([energies(spectra.gradients[n], v) for n, v in step.block_views.items()], 1)
+            .mean(0)
+            .double()
+        )
+    n = step.learned_shape.sizes.double()
     w2 = torch.cat(list(step.squared_weights.values())).double()
-    layers = torch.cat([torch.full((v.group_count,), i) for i, v in enumerate(step.views.values())])
-    n_layer, e_layer = (torch.zeros(len(step.views)).double().index_add_(0, layers, t) for t in (n, e))
+    layers = torch.cat([torch.full((v.group_count,), i) for i, v in enumerate(step.block_views.values())])
+    n_layer, e_layer = (torch.zeros(len(step.block_views)).double().index_add_(0, layers, t) for t in (n, e))
     white = float(n.sum() * e.sum())
     return {
         "shaped": relative_noise_energy(n, w2, e),
@@ -52,7 +56,7 @@ def drawn_ratio(optimizer, model) -> float:
     step = optimizer.private_step
     weights, total, count = step.squared_weights, 0.0, 0
     for name, p in model.named_parameters():
-        view = step.views[name]
+        view = step.block_views[name]
         noise = view.spectrum(torch.randn_like(p)) * view.spread(weights[name].rsqrt())
         total += float(view.real_part(noise).square().sum())
         count += p.numel()
@@ -93,7 +97,7 @@ def measure(dataset: str, epsilon: float, epochs: int, batch: int, window: int, 
         "dataset": dataset,
         "model": "model3",
         "parameters": sum(p.numel() for p in model.parameters()),
-        "groups": len(optimizer.private_step.shape.sizes),
+        "groups": len(optimizer.private_step.learned_shape.sizes),
         "noise_multiplier": optimizer.noise_multiplier,
         "proven_epsilon": engine.get_epsilon(1e-5),
         "test_accuracy": judge(model, centred(data.x_test), data.y_test)[0],

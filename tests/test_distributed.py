@@ -25,11 +25,11 @@ import gredp.distributed as distributed
 from gredp import BatchMemoryManager, GredpError, PrivacyEngine
 from gredp.distributed import (
     DifferentiallyPrivateDistributedDataParallel,
-    from_first,
     rank,
     refuse_differences,
+    run_on_rank_zero,
 )
-from gredp.errors import Elsewhere
+from gredp.errors import PeerFailed
 from gredp.gradient.noise import SecretSource
 from gredp.randomness import Secret
 from ranks import in_world
@@ -105,8 +105,8 @@ def drawn_noise(draws: int = V_DRAWS, **options) -> torch.Tensor:
     model, optimizer, _, _ = make_private(
         model, (x, torch.zeros(2)), noise_multiplier=Z, clip=C, seed=None, **options
     )
-    if optimizer.private_step.shape is not None:
-        optimizer.private_step.shape.learn = lambda *_: None
+    if optimizer.private_step.learned_shape is not None:
+        optimizer.private_step.learned_shape.learn = lambda *_: None
     steps = -(-draws // model[0].weight.numel())
     return torch.stack([no_gradient_step(model, optimizer, x)["0.weight"].flatten() for _ in range(steps)])
 
@@ -316,13 +316,13 @@ def test_errors_and_values_of_the_first_process_reach_all():
             assert rank() == 0
             raise GredpError("the disk is gone")
 
-        value, content = from_first(lambda: ({"a": [1, None]}, b"\x00\xff" * 5), "a value")
-        assert from_first(lambda: (1, b""), "another") == (1, b"")
+        value, content = run_on_rank_zero(lambda: ({"a": [1, None]}, b"\x00\xff" * 5), "a value")
+        assert run_on_rank_zero(lambda: (1, b""), "another") == (1, b"")
         refuse_differences({"a": 1.5, "b": [rank() - rank()]})
         try:
-            from_first(fail, "a mistake")
+            run_on_rank_zero(fail, "a mistake")
         except GredpError as error:
-            return value, content, str(error), isinstance(error, Elsewhere)
+            return value, content, str(error), isinstance(error, PeerFailed)
         raise AssertionError("the error was lost")
 
     first, *others = in_world(4, attempt)
@@ -447,7 +447,7 @@ def test_what_one_process_refuses_all_refuse_and_go_on():
         try:
             step() if rank() != 1 else step.__defaults__[1].step()  # no backward
         except GredpError as error:
-            said, elsewhere = str(error), isinstance(error, Elsewhere)
+            said, elsewhere = str(error), isinstance(error, PeerFailed)
         before = model.weight.detach().clone()
         step()
         return said, elsewhere, moved(model, before)

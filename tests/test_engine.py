@@ -234,7 +234,7 @@ def test_stages_take_only_the_previous_stages_type():
         invert(step._bounded, {}, {})
     with pytest.raises(TypeError, match="PerSampleSpectra"):
         step.accumulate(step._bounded)
-    total = BoundedSum(step.plan, step.views)
+    total = BoundedSum(step.plan, step.block_views)
     add_noise(total, parameters, step.squared_weights, step.source)
     with pytest.raises(GredpError, match="noised already"):
         add_noise(total, parameters, step.squared_weights, step.source)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gredp.errors import Elsewhere, GredpError, OutOfStep
+from gredp.errors import GredpError, OutOfStep, PeerFailed
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ def finish() -> None:
     _unfinished = ""
 
 
-def largest(number: int, what: str) -> int:
+def all_reduce_max(number: int, what: str) -> int:
     """The largest of all processes' numbers: an exchange of nothing else."""
     most = begin(what, number)
     finish()
@@ -137,12 +137,12 @@ def refused_by_all(action: Callable[..., T]) -> Callable[..., T]:
     def telling(*args: Any, **kwargs: Any) -> T:
         try:
             return action(*args, **kwargs)
-        except (Elsewhere, OutOfStep):
+        except (PeerFailed, OutOfStep):
             raise
         except GredpError as error:
             if not _unfinished:
                 with suppress(OutOfStep):
-                    largest(_REFUSED, str(error))
+                    all_reduce_max(_REFUSED, str(error))
             raise
 
     return telling
@@ -154,7 +154,7 @@ def _refuse_too(reason: str) -> None:
     finish()
     if not reason:
         first = next(i for i, other in enumerate(reasons) if other)
-        raise Elsewhere(f"process {first} refused, and so all do: {reasons[first]}")
+        raise PeerFailed(f"process {first} refused, and so all do: {reasons[first]}")
 
 
 def _refuse_apart(what: str) -> None:
@@ -194,17 +194,17 @@ def _together(tensors: Mapping[str, Tensor], collective: Callable[[Tensor], Any]
     return done
 
 
-def add_up(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def all_reduce_sum(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sums over all processes; every process brings the same names, shapes and types."""
     return dict(tensors) if world_size() == 1 else _together(tensors, dist.all_reduce)
 
 
-def pass_on(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def broadcast(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The first process' values, bit for bit; the others bring tensors of the same names, shapes, types."""
     return dict(tensors) if world_size() == 1 else _together(tensors, lambda flat: dist.broadcast(flat, 0))
 
 
-def from_first(action: Callable[[], tuple[Any, bytes]], what: str) -> tuple[Any, bytes]:
+def run_on_rank_zero(action: Callable[[], tuple[Any, bytes]], what: str) -> tuple[Any, bytes]:
     """What `action` gives in the first process, the only one to call it: (JSON, bytes), or its error."""
     if world_size() == 1:
         return action()
@@ -216,17 +216,17 @@ def from_first(action: Callable[[], tuple[Any, bytes]], what: str) -> tuple[Any,
             error = caught
     head = json.dumps([value, len(content), None if error is None else str(error)]).encode()
     length = begin(what, len(head) if rank() == 0 else 0)
-    value, size, message = json.loads(_bytes_from_first(head, length))
-    content = _bytes_from_first(content, size)
+    value, size, message = json.loads(_bytes_from_rank_zero(head, length))
+    content = _bytes_from_rank_zero(content, size)
     finish()
     if error is not None:
         raise error
     if message is not None:
-        raise Elsewhere(message)
+        raise PeerFailed(message)
     return value, content
 
 
-def _bytes_from_first(content: bytes, size: int) -> bytes:
+def _bytes_from_rank_zero(content: bytes, size: int) -> bytes:
     """Bytes and not objects, which would travel as pickles."""
     if not size:
         return b""
@@ -240,7 +240,7 @@ def _bytes_from_first(content: bytes, size: int) -> bytes:
 
 def model_number() -> int:
     """A number for one more private model, the same in all processes."""
-    return from_first(lambda: (next(_models), b""), "make_private")[0]
+    return run_on_rank_zero(lambda: (next(_models), b""), "make_private")[0]
 
 
 def _device() -> torch.device:
@@ -254,14 +254,14 @@ def refuse_differences(facts: Mapping[str, Any]) -> None:
         return
     own = json.loads(json.dumps(facts))
     what = "a comparison of what the processes were told"
-    first, _ = from_first(lambda: (own, b""), what)
+    first, _ = run_on_rank_zero(lambda: (own, b""), what)
     key = next((k for k in {**first, **own} if first.get(k) != own.get(k)), None)
-    differing = largest(rank() if key is not None else 0, what)
+    differing = all_reduce_max(rank() if key is not None else 0, what)
     if key is not None:
         there, here = (json.dumps(x.get(key))[:200] for x in (first, own))
         raise GredpError(f"process {rank()} has another {key} ({here}) than the first process ({there})")
     if differing:
-        raise Elsewhere(f"process {differing} was told something else than the first process")
+        raise PeerFailed(f"process {differing} was told something else than the first process")
 
 
 def share_weights(module: nn.Module) -> None:
@@ -272,7 +272,7 @@ def share_weights(module: nn.Module) -> None:
     refuse_differences({"shape of " + name: [*t.shape, str(t.dtype)] for name, t in state.items()})
     begin("the first weights")
     with torch.no_grad():
-        for name, value in pass_on(state).items():
+        for name, value in broadcast(state).items():
             state[name].copy_(value)
     finish()
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from gredp.distributed import from_first, model_number, rank, refuse_differences, share_weights
+from gredp.distributed import model_number, rank, refuse_differences, run_on_rank_zero, share_weights
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
@@ -206,7 +206,7 @@ class PrivacyEngine:
         self._optimizer, self.requested_multiplier = private, noise_multiplier
         self._loader = loader
         if split is not None:
-            self._use_split(from_first(lambda: (None, split.key), "the split of the records")[1])
+            self._use_split(run_on_rank_zero(lambda: (None, split.key), "the split of the records")[1])
         if grad_sample_mode == "ghost":
             return module, private, criterion, loader
         return module, private, loader
@@ -391,7 +391,7 @@ class PrivacyEngine:
             )
         held: list[RunFolder] = []
         try:
-            facts, tensors = from_first(lambda: _open(Path(path), held), "the run to load")
+            facts, tensors = run_on_rank_zero(lambda: _open(Path(path), held), "the run to load")
             checkpoint = Checkpoint(tensors, facts["checkpoint"])
             progress = restore(checkpoint, module, optimizer, modules or {})
             self._go_on_with_split(facts)
@@ -428,7 +428,7 @@ class PrivacyEngine:
             raise GredpError("fork a run before make_private, with a new engine")
         held: list[RunFolder] = []
         try:
-            facts, tensors = from_first(lambda: _open(Path(path), held), "the run to fork")
+            facts, tensors = run_on_rank_zero(lambda: _open(Path(path), held), "the run to fork")
         finally:
             for parent in held:
                 parent.close()

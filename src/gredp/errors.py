@@ -5,7 +5,7 @@ class GredpError(ValueError):
     """Something the caller asked for cannot be done, or cannot be done privately."""
 
 
-class Elsewhere(GredpError):
+class PeerFailed(GredpError):
     """Another process failed, and says so itself."""
 
 

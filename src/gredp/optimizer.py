@@ -81,8 +81,8 @@ class PrivateOptimizer(Optimizer):
         self._max_grad_norm = max_grad_norm
         #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
         self.split = split
-        self._parameters = {name: p for name, p in module.named_parameters() if name in step.views}
-        self._frozen = {name for name, _ in module.named_parameters() if name not in step.views}
+        self._parameters = {name: p for name, p in module.named_parameters() if name in step.block_views}
+        self._frozen = {name for name, _ in module.named_parameters() if name not in step.block_views}
         self._owned = set(module.parameters())
         #: the batches that the loader has handed out
         self.handed = HandedOut() if handed is None else handed

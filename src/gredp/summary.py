@@ -130,7 +130,7 @@ def _held(unit: Unit, calls: Sequence[tuple[Tensor, Tensor]], batch: int, needs:
     gradients = unit.rule(unit.layer, x, g)
     kept = [v for name, v in gradients.items() if name in unit.parameters]
     if needs != "inputs":
-        kept = [gradient.settled(needs == "spectra") for gradient in kept]
+        kept = [gradient.compact(needs == "spectra") for gradient in kept]
     return math.ceil(held_bytes(kept) / batch)
 
 

@@ -56,7 +56,7 @@ def test_weights_of_a_shape_are_computed_and_not_believed(tmp_path):
     private.step()
     moved = flat(released(model, private)).nan_to_num(0.0).norm() / private.max_grad_norm
     assert moved < 2, f"one record moves the sum by {moved:.0f} C"
-    assert (private.private_step.shape._squared > 0).all()
+    assert (private.private_step.learned_shape._squared > 0).all()
     engine.detach()
 
 

@@ -121,7 +121,7 @@ def stop_before_noise(rank: int, stopped: int) -> None:
     """Hang where the sums are added up: this process does not come to the 7th, the others wait in it."""
     import gredp.gradient.summation as summation
 
-    honest, calls = summation.add_up, []
+    honest, calls = summation.all_reduce_sum, []
 
     def hanging(tensors):
         calls.append(rank)
@@ -129,7 +129,7 @@ def stop_before_noise(rank: int, stopped: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return honest(tensors)
 
-    summation.add_up = hanging
+    summation.all_reduce_sum = hanging
 
 
 @pytest.mark.fault("lost rank")
@@ -238,7 +238,7 @@ def test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder):
     """I1 as it is seen from the second process: what it steps with has been paid for."""
 
     def watch(rank: int) -> None:
-        honest = step.pass_on
+        honest = step.broadcast
 
         def noting(tensors):
             result = honest(tensors)
@@ -246,7 +246,7 @@ def test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder):
             (folder / f"rank{rank}" / "seen").open("a").write(f"{lines}\n")
             return result
 
-        step.pass_on = noting
+        step.broadcast = noting
 
     assert run_many(folder, 2, train_arguments(folder), watch) == [0, 0], errors(folder)
     seen = [int(line) for line in (folder / "rank1" / "seen").read_text().splitlines()]

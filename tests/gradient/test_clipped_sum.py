@@ -299,7 +299,7 @@ def weighted(step: Any, model: nn.Module) -> Callable[[str, int, Tensor], Tensor
     weights = {n: w.double().sqrt() for n, w in step.squared_weights.items()}
 
     def measure(name: str, i: int, g: Tensor) -> Tensor:
-        view = step.views[name]
+        view = step.block_views[name]
         if view.groups is None:
             return weights[name] * g
         axes = grid_axes(model, name)
@@ -317,8 +317,8 @@ def test_shaped_clipping_bounds_the_weighted_spectrum_and_gives_the_weights_back
     )
     step = optimizer.private_step
     generator = torch.Generator().manual_seed(4)
-    squared = torch.rand(len(step.shape.sizes), generator=generator, dtype=torch.float64)
-    step.shape._squared = 0.1 + 9 * squared
+    squared = torch.rand(len(step.learned_shape.sizes), generator=generator, dtype=torch.float64)
+    step.learned_shape._squared = 0.1 + 9 * squared
     truth, unweighted = (
         clipped_sum(gradients, flat(gradients, norm), automatic=clipping == "automatic", **options)
         for options in ({"measure": weighted(step, model)}, {})
@@ -535,7 +535,7 @@ def test_a_record_that_is_not_finite_contributes_nothing(settings, poison, where
     assert_sums_equal({n: p.grad * BATCH for n, p in model.named_parameters()}, truth, 1e-5)
     assert all(p.isfinite().all() for p in model.parameters())
     assert optimizer.ledger.steps == 1  # charged like any other step
-    if optimizer.private_step.shape is not None:
+    if optimizer.private_step.learned_shape is not None:
         assert all(w.isfinite().all() for w in optimizer.private_step.squared_weights.values())
 
 
@@ -590,9 +590,9 @@ def test_only_per_sample_gradients_can_be_clipped_and_only_clipped_ones_summed()
     _, optimizer, _ = make_private(model, x, norm)
     step = optimizer.private_step
     with pytest.raises(TypeError, match="only PerSampleSpectra can be clipped, not dict"):
-        clip({}, step.plan, step.views, step.squared_weights)
+        clip({}, step.plan, step.block_views, step.squared_weights)
     with pytest.raises(TypeError, match="only ClippedSpectra can be summed, not dict"):
-        BoundedSum(step.plan, step.views).add({})
+        BoundedSum(step.plan, step.block_views).add({})
 
 
 def test_a_released_sum_takes_no_more_records():
@@ -600,9 +600,9 @@ def test_a_released_sum_takes_no_more_records():
     model, optimizer, _ = make_private(model, x, norm)
     wavy(model(x)).mean().backward()
     step, spectra = optimizer.private_step, optimizer.capture.take()
-    clipped = clip(spectra, step.plan, step.views, step.squared_weights)
+    clipped = clip(spectra, step.plan, step.block_views, step.squared_weights)
     with pytest.raises(GredpError, match="released already"):
-        BoundedSum(step.plan, step.views, spent=True).add(clipped)
+        BoundedSum(step.plan, step.block_views, spent=True).add(clipped)
 
 
 def test_the_padded_grid_refuses_inputs_of_another_size():

@@ -52,17 +52,17 @@ def test_what_a_record_adds_is_never_longer_than_the_clip_norm(layer, method):
     x = torch.randint(7, (records, *shape)) if layer == "embedding" else torch.randn(records, *shape) * size
     model, optimizer, _, _ = make_private(build(), (x, x), clip=CLIP, loss_reduction="sum", **METHODS[method])
     step, out = optimizer.private_step, model(x)
-    if step.shape is not None:
-        step.shape._squared = 0.1 + 3 * torch.rand_like(step.shape._squared)
+    if step.learned_shape is not None:
+        step.learned_shape._squared = 0.1 + 3 * torch.rand_like(step.learned_shape._squared)
     (100 * out * torch.randn_like(out)).sum().backward()
     with torch.no_grad():
-        clipped = clip(optimizer.capture.take(), step.plan, step.views, step.squared_weights)
+        clipped = clip(optimizer.capture.take(), step.plan, step.block_views, step.squared_weights)
         longest = 0.0
         for i in range(records):
             square = 0.0
             for name, gradient in clipped.gradients.items():
                 one = torch.where(torch.arange(records) == i, clipped.factors[name], 0.0).to(gradient.dtype)
-                added, view = gradient.weighted_sum(one).double(), step.views[name]
+                added, view = gradient.weighted_sum(one).double(), step.block_views[name]
                 weights = step.squared_weights[name].double()
                 energy = added.square()
                 if view.groups is not None:

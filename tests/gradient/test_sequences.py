@@ -20,9 +20,9 @@ def test_a_settled_layer_answers_as_the_loop_does(positions, o, i, spectral):
     truth = torch.stack(
         [sum(torch.outer(a, b) for a, b in zip(*pair)) for pair in zip(gradient.left, gradient.right)]
     )
-    settled = gradient.settled(spectral)
+    compact = gradient.compact(spectral)
     factors = torch.arange(5.0, dtype=torch.float64)
-    for kind in (gradient, settled):
+    for kind in (gradient, compact):
         torch.testing.assert_close(kind.dense(), truth, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(kind.squared_norm(), truth.flatten(1).square().sum(1), rtol=1e-9, atol=0)
         torch.testing.assert_close(kind.grid_energy(), oracles.grid_energy(truth, 1), rtol=1e-9, atol=1e-9)
@@ -30,9 +30,9 @@ def test_a_settled_layer_answers_as_the_loop_does(positions, o, i, spectral):
 
 
 def test_products_are_kept_where_that_saves_a_second_one():
-    assert isinstance(outer(8, 64, 64, 64).settled(False), Dense)
-    assert isinstance(outer(8, 1, 64, 64).settled(False), Outer)  # norms part into two small ones
-    assert isinstance(outer(8, 4, 512, 512).settled(False), Outer)  # Gram matrices are far smaller
+    assert isinstance(outer(8, 64, 64, 64).compact(False), Dense)
+    assert isinstance(outer(8, 1, 64, 64).compact(False), Outer)  # norms part into two small ones
+    assert isinstance(outer(8, 4, 512, 512).compact(False), Outer)  # Gram matrices are far smaller
 
 
 @pytest.mark.parametrize("left", [1.0, 1e-2, 1e-4, 0.0])
@@ -64,7 +64,7 @@ def test_rows_that_come_again_count_once_with_their_sum():
         for t in range(5):
             truth[b, ids[b, t]] += gradient[b, t]
     factors = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    for kind in (lookup, lookup.settled(True)):
+    for kind in (lookup, lookup.compact(True)):
         torch.testing.assert_close(kind.dense(), truth)
         torch.testing.assert_close(kind.squared_norm(), truth.flatten(1).square().sum(1))
         torch.testing.assert_close(kind.grid_energy(), oracles.grid_energy(truth, 1))

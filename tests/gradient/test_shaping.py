@@ -25,7 +25,7 @@ def true_energies(model, optimizer, x, y) -> torch.Tensor:
     F.cross_entropy(model(x), y).backward()
     gradients = optimizer.capture.take().gradients
     with torch.no_grad():
-        views = optimizer.private_step.views
+        views = optimizer.private_step.block_views
         return torch.cat([energies(gradients[name], view) for name, view in views.items()], 1).mean(0)
 
 
@@ -51,7 +51,7 @@ def test_shaping_saves_noise_on_real_gradients_of_model3():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     learned = torch.cat(list(step.squared_weights.values()))
-    saved = relative_noise_energy(step.shape.sizes, learned, true_energies(model, optimizer, x, y))
+    saved = relative_noise_energy(step.learned_shape.sizes, learned, true_energies(model, optimizer, x, y))
     assert saved <= 0.6
     # The same from noise that is really drawn: its energy, at weights that keep the mean record's norm.
     drawn = sum(
@@ -60,7 +60,7 @@ def test_shaping_saves_noise_on_real_gradients_of_model3():
             .square()
             .sum()
         )
-        for view, w in zip(step.views.values(), step.squared_weights.values())
+        for view, w in zip(step.block_views.values(), step.squared_weights.values())
     )
     assert drawn / sum(p.numel() for p in model.parameters()) <= 0.6
     assert abs(optimizer.noise_multiplier - 0.5) < 1e-12
@@ -184,26 +184,28 @@ def test_a_preconditioned_step_equals_dense_transforms(groups):
         model, (x.double(), y), clip=0.05, method="gredp", noise="shaped", groups=groups
     )
     step, generator = optimizer.private_step, torch.Generator().manual_seed(2)
-    count = len(step.shape._squared)
-    step.shape._squared = torch.rand(count, generator=generator).double() * 3 + 0.1
-    step.shape._precondition = torch.rand(count, generator=generator).double() * 3 + 0.1
-    w2, p = step.squared_weights, step.shape.preconditioner
+    count = len(step.learned_shape._squared)
+    step.learned_shape._squared = torch.rand(count, generator=generator).double() * 3 + 0.1
+    step.learned_shape._precondition = torch.rand(count, generator=generator).double() * 3 + 0.1
+    w2, p = step.squared_weights, step.learned_shape.preconditioner
     whole = {
         n: tuple(
             t[n][torch.zeros(math.prod(v.block.grid)).long() if v.groups is None else v.groups]
             for t in (w2, p)
         )
-        for n, v in step.views.items()
+        for n, v in step.block_views.items()
     }
-    whole = {n: tuple(t.double().view(step.views[n].block.grid) for t in pair) for n, pair in whole.items()}
+    whole = {
+        n: tuple(t.double().view(step.block_views[n].block.grid) for t in pair) for n, pair in whole.items()
+    }
     found = one_step(model, optimizer, x.double(), y)
     rows = oracles.per_sample_gradients(model, x, y, F.cross_entropy)
 
     def weighted(name, i, g):
-        return oracles.dft(g, step.views[name].axes) * whole[name][0].sqrt()
+        return oracles.dft(g, step.block_views[name].axes) * whole[name][0].sqrt()
 
     for name, total in oracles.clipped_sum(rows, oracles.flat(rows, 0.05), measure=weighted).items():
-        axes = step.views[name].axes
+        axes = step.block_views[name].axes
         truth = oracles.inverse_dft(oracles.dft(total, axes) * whole[name][1], axes).real
         torch.testing.assert_close(found[name], truth, rtol=1e-5, atol=1e-7)
 

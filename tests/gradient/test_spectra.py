@@ -18,22 +18,22 @@ NAMES = [name for name in MECHANISMS if "padded" not in name]
 def test_noise_by_frequency_is_what_a_step_releases(name):
     """Against many draws without a gradient, transformed and averaged group by group."""
     model, optimizer, _, _ = make_private(small_model(), records(6), noise_multiplier=0.8, **MECHANISMS[name])
-    if optimizer.private_step.shape is not None:
+    if optimizer.private_step.learned_shape is not None:
         one_step(model, optimizer, *records(6))  # something to learn a shape from
     rows, draws, total = {}, 80, {}
-    learned = optimizer.private_step.shape
+    learned = optimizer.private_step.learned_shape
     if learned is not None:
         learned.learn = lambda *_: None  # the shape stands still while it is measured
     for row in noise_spectrum(optimizer.private_step):
         rows[row["block"]] = row
     for _ in range(draws):
         for block, value in no_gradient_step(model, optimizer, records(6)[0]).items():
-            axes = len(optimizer.private_step.views[block].block.grid)
+            axes = len(optimizer.private_step.block_views[block].block.grid)
             energy = fft(value.double(), axes).abs().square().flatten(0, value.dim() - axes - 1)
             energy = energy.sum(0) if value.dim() > axes else energy
             total[block] = total.get(block, 0) + energy.flatten()
     for block, row in rows.items():
-        view = optimizer.private_step.views[block]
+        view = optimizer.private_step.block_views[block]
         groups = torch.zeros(len(total[block]), dtype=torch.long) if view.groups is None else view.groups
         place = distance(view.block.grid).flatten()
         low_to_high = sorted(groups.unique().tolist(), key=lambda g: float(place[groups == g].mean()))

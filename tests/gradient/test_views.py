@@ -35,13 +35,13 @@ def test_every_way_of_a_convolution_equals_the_loop(chunk, groups, mode, monkeyp
 
     truth = torch.stack([sum(kernel(i) for i in range(r, r + 4)) for r in range(0, 12, 4)])
     inputs = Correlation(x, g, (3, 2), stride, (1, 1), groups, pads, mode)
-    found = inputs.folded(4)
+    found = inputs.merge_views(4)
     norms, energies = truth.flatten(1).square().sum(1), oracles.grid_energy(truth, 2)
     torch.testing.assert_close(found._materialised().dense(), truth)
     torch.testing.assert_close(found._gram_norm(), norms, rtol=1e-9, atol=0)
     torch.testing.assert_close(found._gram_energy(), energies, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.weighted_sum(torch.ones(3).double()), truth.sum(0))
-    one = found.keep(torch.tensor([False, True, False]))
+    one = found.zero_unless(torch.tensor([False, True, False]))
     torch.testing.assert_close(one.dense()[1], truth[1])
     assert one.dense()[[0, 2]].eq(0).all()
 

@@ -273,13 +273,13 @@ def test_a_batch_of_one_is_no_special_case(case):
 
 @every_case
 def test_removed_records_leave_nothing_behind(case):
-    # `keep` is what stands between a record full of NaN and the weights
+    # `zero_unless` is what stands between a record full of NaN and the weights
     x = case.records(3)
     if not case.ids:
         x[1] = torch.nan
     mask = torch.tensor([True, False, True])
     for gradient in captured(case.model(), x).values():
-        kept = gradient.keep(mask)
+        kept = gradient.zero_unless(mask)
         assert kept.dense()[1].eq(0).all()
         assert kept.weighted_sum(torch.ones(3, dtype=torch.float64)).isfinite().all()
         assert torch.equal(kept.dense()[mask], gradient.dense()[mask])

@@ -1,4 +1,4 @@
-"""Standardised convolutions: what the kernels are, and that nothing huge slips past the clip."""
+"""Standardized convolutions: what the kernels are, and that nothing huge slips past the clip."""
 
 import math
 
@@ -8,14 +8,14 @@ from torch import nn
 
 from gredp import WSConv2d, to_spectral
 from gredp.gradient.convolution import Correlation
-from gredp.gradient.rules import standardised_convolution
+from gredp.gradient.rules import standardized_convolution
 from worlds import MECHANISMS, flat, make_private, one_step
 
 
 def test_kernels_have_mean_zero_and_norm_one_and_the_scale_of_the_weights_does_not_matter():
     torch.manual_seed(0)
     layer, x = WSConv2d(3, 5, 3, padding=1), torch.randn(2, 3, 6, 6)
-    units, _ = layer.standardised()
+    units, _ = layer.standardized()
     torch.testing.assert_close(units.mean(1), torch.zeros(5), atol=1e-6, rtol=0)
     torch.testing.assert_close(units.norm(dim=1), torch.ones(5), atol=1e-4, rtol=0)
     kernel = torch.stack(
@@ -45,8 +45,8 @@ def test_records_that_the_map_cancels_stay_within_the_clip(mechanism, scale):
     x, y = torch.randn(6, 2, 5, 5), torch.arange(6) % 3
     model = nn.Sequential(WSConv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 3))
     model, optimizer, _, _ = make_private(model, (x, y), clip=0.8, batch_size=6, **MECHANISMS[mechanism])
-    if optimizer.private_step.shape is not None:
-        optimizer.private_step.shape.learn = lambda *_: None  # one clip set for all that is compared
+    if optimizer.private_step.learned_shape is not None:
+        optimizer.private_step.learned_shape.learn = lambda *_: None  # one clip set for all that is compared
     base = flat(one_step(model, optimizer, x, y))
     for seed in range(5):
         extra = scale * torch.ones(1, 2, 5, 5) + torch.randn(1, 2, 5, 5) * (seed % 2)
@@ -60,17 +60,17 @@ def test_the_allowance_covers_what_rounding_leaves():
     torch.manual_seed(0)
     layer = WSConv2d(1, 3, 2, bias=False)
     x = torch.ones(1, 1, 2, 2) * 1e6
-    gradient = standardised_convolution(layer, x, torch.ones(1, 3, 1, 1))["weight"]
+    gradient = standardized_convolution(layer, x, torch.ones(1, 3, 1, 1))["weight"]
     assert isinstance(gradient.kernels, Correlation)
     left = gradient.weighted_sum(torch.ones(1)).double().norm()
     assert gradient.squared_norm().sqrt() >= 100 * left
     assert gradient.grid_energy().sum().sqrt() >= 100 * left
-    ordinary = standardised_convolution(layer, torch.randn(1, 1, 2, 2), torch.randn(1, 3, 1, 1))["weight"]
+    ordinary = standardized_convolution(layer, torch.randn(1, 1, 2, 2), torch.randn(1, 3, 1, 1))["weight"]
     truth = ordinary.dense().double().square().sum()
     assert ordinary.squared_norm().detach().item() <= truth.detach().item() * (1 + 1e-6)
 
 
-def test_spectral_networks_keep_their_standardised_convolutions():
+def test_spectral_networks_keep_their_standardized_convolutions():
     model = to_spectral(nn.Sequential(WSConv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 8)), 4)
     assert type(model[0]) is WSConv2d
 

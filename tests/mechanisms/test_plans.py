@@ -71,9 +71,9 @@ def parameters(blocks) -> dict[str, torch.Tensor]:
 def two_stages(step: PrivateStep, source) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """What a step without records releases: its gradient and its energy shares."""
     weights = step.squared_weights
-    ones = {name: torch.ones(1) for name in step.views}
-    preconditioner = step.shape.preconditioner if step.shape is not None else ones
-    noisy = add_noise(BoundedSum(step.plan, step.views), parameters(step.plan.blocks), weights, source)
+    ones = {name: torch.ones(1) for name in step.block_views}
+    preconditioner = step.learned_shape.preconditioner if step.learned_shape is not None else ones
+    noisy = add_noise(BoundedSum(step.plan, step.block_views), parameters(step.plan.blocks), weights, source)
     return invert(noisy, weights, preconditioner), noisy.shares
 
 
@@ -99,13 +99,14 @@ def inverse_dft(grid) -> np.ndarray:
 
 def ball_map(step: PrivateStep, block: Block) -> np.ndarray:
     """A of one block: a real vector on its grid, in the domain where it is clipped → released coordinates."""
-    view = step.views[block.name]
+    view = step.block_views[block.name]
     factor = np.ones(math.prod(block.grid))
     if step.plan.keep_ratio is not None:
         factor = view.groups.double().numpy()  # 1 in the band, 0 outside
-    if step.shape is not None:
+    if step.learned_shape is not None:
         by_group = (
-            step.shape.preconditioner[block.name].double() / step.squared_weights[block.name].double().sqrt()
+            step.learned_shape.preconditioner[block.name].double()
+            / step.squared_weights[block.name].double().sqrt()
         )
         factor = (
             by_group[view.groups].numpy()
@@ -243,11 +244,11 @@ def test_shaped_certificate_holds_for_any_weights(shaping, clipping, preconditio
     built = ShapedGReDP(shaping, clipping)
     step = PrivateStep(built.plan(WHOLE, NORM, SIGMA, BATCH), UnitSource(-1), BATCH)
     generator = torch.Generator().manual_seed(5)
-    random = torch.randn(2, len(step.shape.sizes), generator=generator, dtype=torch.float64).exp()
+    random = torch.randn(2, len(step.learned_shape.sizes), generator=generator, dtype=torch.float64).exp()
     assert random[0].min() < 0.9 < 1.1 < random[0].max()  # both sides of white
-    step.shape._squared = random[0]
+    step.learned_shape._squared = random[0]
     if precondition:
-        step.shape._precondition = random[1]
+        step.learned_shape._precondition = random[1]
     assert sum(len(w) for w in step.squared_weights.values()) > len(WHOLE)  # bands, not blocks alone
     z = certified(built, WHOLE)
     # The weights and the energy shares are float32, hence no tighter.
@@ -283,23 +284,27 @@ def test_without_noise_a_sum_comes_back_as_the_map_of_the_ball_says(name):
     built, blocks, norm, _ = CASES.get(name, (ShapedGReDP(), WHOLE, NORM, 1))
     step = PrivateStep(built.plan(blocks, norm, SIGMA, BATCH), UnitSource(-1), BATCH)
     generator = torch.Generator().manual_seed(6)
-    if step.shape is not None:
-        step.shape._squared = torch.randn(len(step.shape.sizes), generator=generator).double().exp()
-    bounded, expected = BoundedSum(step.plan, step.views), {}
+    if step.learned_shape is not None:
+        step.learned_shape._squared = (
+            torch.randn(len(step.learned_shape.sizes), generator=generator).double().exp()
+        )
+    bounded, expected = BoundedSum(step.plan, step.block_views), {}
     for block in blocks:
         lead = block.shape[: len(block.shape) - len(block.grid)]
         on_grid = torch.randn(*lead, *block.grid, generator=generator, dtype=torch.float64)
-        padded = step.views[block.name].padded
+        padded = step.block_views[block.name].padded
         axes = tuple(range(-len(block.grid), 0))
         bounded.totals[block.name] = torch.fft.rfftn(on_grid, dim=axes, norm="ortho") if padded else on_grid
         # Shaped sums are kept as they are, and weighted only while the noise joins them.
-        released = on_grid if step.shape is not None else ball_map(step, block) @ on_grid.flatten().numpy()
+        released = (
+            on_grid if step.learned_shape is not None else ball_map(step, block) @ on_grid.flatten().numpy()
+        )
         expected[block.name] = np.asarray(released).reshape(block.shape)
     weights = step.squared_weights
-    ones = {n: torch.ones(1) for n in step.views}
+    ones = {n: torch.ones(1) for n in step.block_views}
     found = invert(add_noise(bounded, parameters(blocks), weights, UnitSource(-1)), weights, ones)
     for block in blocks:
-        tolerance = 1e-5 if step.shape is not None else 1e-12
+        tolerance = 1e-5 if step.learned_shape is not None else 1e-12
         np.testing.assert_allclose(found[block.name].numpy(), expected[block.name], atol=tolerance)
 
 

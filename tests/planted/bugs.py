@@ -215,7 +215,7 @@ def empty_batches_skipped(patch: Patch) -> None:
 
 def not_finite_records_pass(patch: Patch) -> None:
     """A factor of 0 is not enough: 0·∞ is NaN, and spreads to every record's weights."""
-    patch.setattr(per_sample.PerSampleGradient, "keep", lambda self, mask: self)
+    patch.setattr(per_sample.PerSampleGradient, "zero_unless", lambda self, mask: self)
 
 
 def noise_for_each_micro_batch(patch: Patch) -> None:
@@ -339,8 +339,8 @@ def weights_learned_before_the_release(patch: Patch) -> None:
 
     def peeking(self, spectra):
         honest(self, spectra)
-        if self.shape is not None:
-            self.shape.learn(self._bounded.shares, 0.0)
+        if self.learned_shape is not None:
+            self.learned_shape.learn(self._bounded.shares, 0.0)
 
     patch.setattr(step.PrivateStep, "accumulate", peeking)
 
@@ -491,15 +491,15 @@ def contracts_not_compared(patch: Patch) -> None:
 
 def noise_of_every_process_added_up(patch: Patch) -> None:
     patch.setattr(step, "rank", lambda: 0)
-    patch.setattr(step, "pass_on", distributed.add_up)
+    patch.setattr(step, "broadcast", distributed.all_reduce_sum)
 
 
 def noise_of_every_process_averaged(patch: Patch) -> None:
     def mean(tensors):
-        return {n: t / distributed.world_size() for n, t in distributed.add_up(tensors).items()}
+        return {n: t / distributed.world_size() for n, t in distributed.all_reduce_sum(tensors).items()}
 
     patch.setattr(step, "rank", lambda: 0)
-    patch.setattr(step, "pass_on", mean)
+    patch.setattr(step, "broadcast", mean)
 
 
 def noise_divided_by_the_number_of_processes(patch: Patch) -> None:
@@ -515,7 +515,7 @@ def noise_divided_by_the_number_of_processes(patch: Patch) -> None:
 
 def every_process_keeps_its_own_noise(patch: Patch) -> None:
     patch.setattr(step, "rank", lambda: 0)
-    patch.setattr(step, "pass_on", dict)
+    patch.setattr(step, "broadcast", dict)
 
 
 def one_seed_for_all_processes(patch: Patch) -> None:
@@ -551,7 +551,7 @@ def records_of_processes_not_compared(patch: Patch) -> None:
 
 
 def sums_of_other_processes_left_out(patch: Patch) -> None:
-    patch.setattr(summation, "add_up", dict)
+    patch.setattr(summation, "all_reduce_sum", dict)
 
 
 def a_query_without_its_charge(patch):

@@ -72,8 +72,8 @@ def test_what_is_drawn_is_what_is_charged(mechanism):
         noise_schedule=STAGES,
         **MECHANISMS[mechanism],
     )
-    if optimizer.private_step.shape is not None:
-        optimizer.private_step.shape.learn = lambda *_: None
+    if optimizer.private_step.learned_shape is not None:
+        optimizer.private_step.learned_shape.learn = lambda *_: None
     for step, factor in enumerate(FACTORS):
         noise = no_gradient_step(model, optimizer, x)["0.weight"].double()
         charged = engine.ledger.entries[-1].noise_multiplier

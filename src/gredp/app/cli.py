@@ -20,7 +20,7 @@ from gredp.app.report.command import ReportSettings, run_report
 from gredp.app.settings import FILE, TrainSettings, saved_settings
 from gredp.app.signals import Stopped, handled_by, stop_now
 from gredp.app.tune import TuneSettings
-from gredp.errors import Elsewhere, GredpError
+from gredp.errors import GredpError, PeerFailed
 from gredp.mechanisms.registry import Claim, Method, Noise
 from gredp.paper.command import ReproduceSettings, run_reproduce
 from gredp.privacy.accountant import AccountantName, delta_times, in_turns, round_up
@@ -304,7 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
                 sys.exit(run_audit(settings))
             else:
                 run_account(settings)
-    except Elsewhere:
+    except PeerFailed:
         sys.exit(2)
     except GredpError as error:
         print(f"gredp: {error}", file=sys.stderr)

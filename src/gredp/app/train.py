@@ -28,7 +28,14 @@ from gredp.app.models import DEFAULT_MODEL, build
 from gredp.app.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.app.signals import Stopped, Waiting, handled_by
 from gredp.app.trackers import Several, Tracker, make_trackers
-from gredp.distributed import from_first, largest, process_group, rank, refuse_differences, world_size
+from gredp.distributed import (
+    all_reduce_max,
+    process_group,
+    rank,
+    refuse_differences,
+    run_on_rank_zero,
+    world_size,
+)
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.gradient.spectra import noise_spectrum
@@ -118,7 +125,7 @@ class Session:
 
     def stop_if_told(self) -> None:
         """Leave, if a signal has come to any process, with everything saved."""
-        number = largest(self.signal.number or 0, f"the signals after step {self.charged}")
+        number = all_reduce_max(self.signal.number or 0, f"the signals after step {self.charged}")
         if number:
             self.save()
             where = f" after {self.charged} of {self.steps} steps; go on with: gredp train --resume"
@@ -157,7 +164,7 @@ def _train(
         session = begin(settings, data, front, engine)
         session.progress = progress
         tracked, record = Several(trackers), dict[str, Any]()
-        from_first(lambda: _start(session, tracked), "the start of the run")
+        run_on_rank_zero(lambda: _start(session, tracked), "the start of the run")
         try:
             with handled_by(session.signal):
                 _epochs(session, tracked)
@@ -195,7 +202,7 @@ def _begin(settings: TrainSettings, data: Splits, front: Front | None, engine: P
     session.query = None if query is None else describe(query)
     if weights is not None:
         load_weights(session.model, weights)
-    engine.secret.incarnation, _ = from_first(lambda: _found(session), "the folder of the run")
+    engine.secret.incarnation, _ = run_on_rank_zero(lambda: _found(session), "the folder of the run")
     return session
 
 

@@ -76,10 +76,10 @@ class EngineStep:
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
         self.model, self.optimizer, _, self.engine = self._private(torch.zeros(BATCH, self.dimension), 1.0)
         step = self.optimizer.private_step
-        if step.shape is not None:
+        if step.learned_shape is not None:
             # Some weights far from 1, as if learned from earlier releases; what they are is public.
-            shares = 0.7 ** torch.arange(len(step.shape.sizes), dtype=torch.float64)
-            step.shape.learn(BATCH * shares / shares.norm(), 0.0)
+            shares = 0.7 ** torch.arange(len(step.learned_shape.sizes), dtype=torch.float64)
+            step.learned_shape.learn(BATCH * shares / shares.norm(), 0.0)
         self(np.zeros((BATCH, self.dimension)))
         self.entry = self.engine.ledger.entries[-1]
 
@@ -105,9 +105,9 @@ class EngineStep:
     def __call__(self, gradients: Floats) -> Floats:
         _zero(self.model)
         step = self.optimizer.private_step
-        held = copy.deepcopy(step.shape)
+        held = copy.deepcopy(step.learned_shape)
         _train(self.model, self.optimizer, torch.from_numpy(gradients).float())
-        step.shape = held
+        step.learned_shape = held
         return _moved(self.model, self.optimizer)
 
 

@@ -360,7 +360,7 @@ class Capture:
                 if self.needs == "inputs":
                     return gradients
                 return {
-                    n: v.settled(self.needs == "spectra", self._buffer(unit.parameters.get(n)))
+                    n: v.compact(self.needs == "spectra", self._buffer(unit.parameters.get(n)))
                     for n, v in gradients.items()
                 }
         self._paused = True  # the generic rule runs the layer again; these runs are not the user's
@@ -373,7 +373,7 @@ class Capture:
         """Inputs' gradients added up to records': before any norm is taken, or each view would be clipped."""
         if self.views == 1:
             return gradients
-        return {name: gradient.folded(self.views) for name, gradient in gradients.items()}
+        return {name: gradient.merge_views(self.views) for name, gradient in gradients.items()}
 
     def _buffer(self, name: str | None) -> Buffer | None:
         """The parameter's own, unless an earlier use of it in this pass still lives there."""

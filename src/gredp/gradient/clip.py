@@ -62,14 +62,14 @@ def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
 def _least(spectra: PerSampleSpectra, name: str, energy: Tensor, plan: StepPlan) -> Tensor:
     """`[b]`: the least that the square of a record's norm is taken for."""
     gradient = spectra.gradients[name]
-    reach = gradient.reach()
-    if reach is not None:
-        reach = reach * spectra.scale**2
+    bound = gradient.norm_bound()
+    if bound is not None:
+        bound = bound * spectra.scale**2
     elif plan.keep_ratio is not None:  # what the band leaves out is summed too, and dropped afterwards
-        reach = energy.sum(1)
+        bound = energy.sum(1)
     else:
         return torch.zeros((), dtype=energy.dtype, device=energy.device).expand(len(energy))
-    return reach * LEAST_LEFT[gradient.dtype] ** 2
+    return bound * LEAST_LEFT[gradient.dtype] ** 2
 
 
 def _rounding(spectra: PerSampleSpectra, view: BlockView, energy: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _unbounded(spectra: PerSampleSpectra) -> ClippedSpectra:
 def clip(
     spectra: PerSampleSpectra,
     plan: StepPlan,
-    views: Mapping[str, BlockView],
+    block_views: Mapping[str, BlockView],
     squared_weights: Mapping[str, Tensor],
 ) -> ClippedSpectra:
     """Factors min(1, c/‖v‖) of each record and clip group, v being weighted by w over frequencies."""
@@ -100,7 +100,7 @@ def clip(
     if all(math.isinf(group.clip_norm) for group in plan.groups):
         return _unbounded(spectra)
     found = {
-        name: energies(gradient, views[name]).clamp(min=0) * spectra.scale**2
+        name: energies(gradient, block_views[name]).clamp(min=0) * spectra.scale**2
         for name, gradient in spectra.gradients.items()
     }
     norms: dict[str, Tensor | None] = {group.name: None for group in plan.groups}
@@ -109,7 +109,7 @@ def clip(
         for name in (n for n in group.blocks if n in found):
             energy, weights = found[name], squared_weights[name].to(found[name])
             least = _least(spectra, name, energy, plan) * weights.max()
-            rounding = _rounding(spectra, views[name], energy) * weights.max()
+            rounding = _rounding(spectra, block_views[name], energy) * weights.max()
             terms.append(torch.stack([energy @ weights, least, rounding]))
         if terms:
             squared, least, rounding = torch.stack(terms).sum(0)
@@ -134,5 +134,5 @@ def clip(
         factors.update({n: factor for n in group.blocks if n in found})
     gradients = spectra.gradients
     if not bool(kept.all()):
-        gradients = {n: g.keep(kept) for n, g in gradients.items()}
+        gradients = {n: g.zero_unless(kept) for n, g in gradients.items()}
     return ClippedSpectra(gradients, factors, found, kept)

@@ -20,9 +20,9 @@ from gredp.gradient.per_sample import (
     KEPT,
     Buffer,
     PerSampleGradient,
-    long_enough,
+    as_double_if_long,
+    normalize_rows,
     squares,
-    unit,
 )
 from gredp.spectrum import fft, grid_energy, mirror, real_basis
 
@@ -114,11 +114,11 @@ class Correlation(PerSampleGradient):
     def batch(self) -> int:
         return self.x.shape[0] // self.views
 
-    def folded(self, views: int) -> "Correlation":
+    def merge_views(self, views: int) -> "Correlation":
         """Views are further positions, read where they lie."""
         return replace(self, views=views)
 
-    def keep(self, mask: Tensor) -> "Correlation":
+    def zero_unless(self, mask: Tensor) -> "Correlation":
         inputs = mask.repeat_interleave(self.views)
         x, gradient = (
             t.masked_fill(~inputs.view(-1, *[1] * (t.dim() - 1)), 0) for t in (self.x, self.gradient)
@@ -138,7 +138,7 @@ class Correlation(PerSampleGradient):
     def padded(self) -> Tensor:
         return F.pad(self.x, self.pads, mode=self.mode) if any(self.pads) else self.x.contiguous()
 
-    def settled(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
+    def compact(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
         fit = self.batch * math.prod(self.shape) <= KEPT
         if not fit or _prefer_gram(self._geometry(), spectral):
@@ -159,7 +159,7 @@ class Correlation(PerSampleGradient):
     def dense(self) -> Tensor:
         return self._materialised().dense()
 
-    def reach(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Each offset of the kernel meets every input at most once."""
         inputs = squares(self.x if self.mode == "constant" else self.padded)
         left, right = (m.view(self.batch, self.views).sum(1) for m in (inputs, squares(self.gradient)))
@@ -374,8 +374,12 @@ class Correlation(PerSampleGradient):
         maps, out = (self.views, *self.padded_grid), (self.views, *self.gradient.shape[2:])
         step = max(1, CHUNK // (math.prod(maps) ** 2 * self.groups))
         for part, padded in self._padded_parts(step * self.views):
-            x, x_size = unit(long_enough(self._side_by_side(padded, channels), channels, outputs))
-            g, g_size = unit(long_enough(self._side_by_side(self.gradient[part], outputs), channels, outputs))
+            x, x_size = normalize_rows(
+                as_double_if_long(self._side_by_side(padded, channels), channels, outputs)
+            )
+            g, g_size = normalize_rows(
+                as_double_if_long(self._side_by_side(self.gradient[part], outputs), channels, outputs)
+            )
             gram = (x.transpose(1, 2) @ x).view(-1, *maps, *maps)
             right = (g.transpose(1, 2) @ g).flatten(1)
             columns, largest = [], torch.zeros((), device=x.device)

@@ -21,7 +21,7 @@ def invert(
         return dict(noisy.values)
     released = {}
     for name, spectrum in noisy.values.items():
-        view = noisy.bounded.views[name]
+        view = noisy.bounded.block_views[name]
         if plan.shaping is not None:
             weights = torch.rsqrt(squared_weights[name]) * preconditioner[name]
             spectrum = spectrum * view.spread(weights.to(spectrum.real))

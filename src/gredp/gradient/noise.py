@@ -118,7 +118,7 @@ def add_noise(
     values: dict[str, Tensor] = {}
     for group in plan.groups:
         for name in group.blocks:
-            view = bounded.views[name]
+            view = bounded.block_views[name]
             total = bounded.totals.get(name)
             if total is None:
                 total = empty_sum(view, parameters[name])
@@ -141,6 +141,6 @@ def add_noise(
     shares = bounded.shares
     if plan.shaping is not None:
         if shares is None:
-            shares = torch.zeros(sum(v.group_count for v in bounded.views.values()))
+            shares = torch.zeros(sum(v.group_count for v in bounded.block_views.values()))
         shares = shares + plan.energy_std * source.normal(tuple(shares.shape), shares)
     return NoisySum(bounded, values, shares)

@@ -74,7 +74,7 @@ class PerSampleGradient(ABC):
         values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
         return next(v for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
-    def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> "PerSampleGradient":
+    def compact(self, spectral: bool, buffer: "Buffer | None" = None) -> "PerSampleGradient":
         """The form in which to keep it until the step: itself, or something smaller.
 
         `spectral` says that energies by frequency will be asked for, not norms alone. What is
@@ -98,7 +98,7 @@ class PerSampleGradient(ABC):
         """`[*shape]`: Σ_b factors_b · gradient_b."""
         return torch.tensordot(factors, self.dense(), 1)
 
-    def reach(self) -> Tensor | None:
+    def norm_bound(self) -> Tensor | None:
         """`[b]`: a bound on the square of what `weighted_sum` adds up for a record before its terms cancel.
 
         None where they have cancelled already, because the gradient is materialised.
@@ -113,16 +113,16 @@ class PerSampleGradient(ABC):
         order it is added up, its root to 33, a product of two such norms to 66; the record's factor and
         its product with the gradient are rounded by 1 each. A transform is right to 7·log₂ n (FFT) or n·√n
         (a matrix). Sums in double precision add less than 1e-10. Terms that cancel within a record have
-        allowances of their own, `reach` and GRAM_ROUNDING.
+        allowances of their own, `norm_bound` and GRAM_ROUNDING.
         """
         transform = size * math.sqrt(size) if size <= SMALL else 7 * math.log2(size)
         return torch.finfo(self.dtype).eps / 2 * (72 + transforms * transform) + 1e-10
 
-    def folded(self, views: int) -> "PerSampleGradient":
+    def merge_views(self, views: int) -> "PerSampleGradient":
         """Rows of `views` inputs that are one record's become one row, their sum: views first, clip after."""
         return Dense(_add_views(self.dense(), views), self.grid_axes)
 
-    def keep(self, mask: Tensor) -> "PerSampleGradient":
+    def zero_unless(self, mask: Tensor) -> "PerSampleGradient":
         """The same with the records outside `mask` set to zero, infinities and NaN included."""
         changed = {}
         for f in fields(self):  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ class Outer(PerSampleGradient):
     def dense(self) -> Tensor:
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
-    def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> PerSampleGradient:
+    def compact(self, spectral: bool, buffer: "Buffer | None" = None) -> PerSampleGradient:
         """Of a sequence, the product itself where it fits: no second one is needed for the sum then."""
         _, positions, o = self.left.shape
         i = self.right.shape[2]
@@ -200,14 +200,14 @@ class Outer(PerSampleGradient):
         """
         sizes, grams = [], []
         for factor in (self.left, self.right):
-            m, size = unit(long_enough(factor, self.left.shape[2], self.right.shape[2]))
+            m, size = normalize_rows(as_double_if_long(factor, self.left.shape[2], self.right.shape[2]))
             grams.append((m @ m.transpose(1, 2)).flatten(1))
             sizes.append(size)
         total = torch.linalg.vecdot(*grams).double().clamp(min=0)
         margin = (squares(grams[0]) * squares(grams[1])).sqrt() * GRAM_ROUNDING[grams[0].dtype]
         return (total + margin) * (sizes[0] * sizes[1]).square()
 
-    def reach(self) -> Tensor | None:
+    def norm_bound(self) -> Tensor | None:
         return None if self.left.shape[1] == 1 else squares(self.left) * squares(self.right)
 
     def grid_energy(self) -> Tensor:
@@ -225,7 +225,8 @@ class Outer(PerSampleGradient):
         Sums cancel as they do in `_gram_norm`, and get the same kind of allowance.
         """
         (left, left_size), (right, right_size) = (
-            unit(long_enough(factor, self.left.shape[2])) for factor in (self.left, self.right)
+            normalize_rows(as_double_if_long(factor, self.left.shape[2]))
+            for factor in (self.left, self.right)
         )
         gram = left @ left.transpose(1, 2)
         spectra = half_fft(right, 1)
@@ -242,7 +243,7 @@ class Outer(PerSampleGradient):
         left = self.left * factors[:, None, None]
         return left.flatten(0, 1).t() @ self.right.flatten(0, 1)
 
-    def folded(self, views: int) -> "Outer":
+    def merge_views(self, views: int) -> "Outer":
         """Views are further positions."""
         return Outer(_join_views(self.left, views), _join_views(self.right, views))
 
@@ -278,7 +279,7 @@ class Circulant(PerSampleGradient):
     def dense(self) -> Tensor:
         return half_ifft(self._product(), 1, self.length)
 
-    def folded(self, views: int) -> "Circulant":
+    def merge_views(self, views: int) -> "Circulant":
         return Circulant(_join_views(self.left, views), _join_views(self.right, views))
 
     def squared_norm(self) -> Tensor:
@@ -287,7 +288,7 @@ class Circulant(PerSampleGradient):
     def allowance(self, transforms: int, size: int) -> float:
         return super().allowance(2, self.length)
 
-    def reach(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         return squares(self.left) * squares(self.right) * self.length
 
     def grid_energy(self) -> Tensor:
@@ -329,21 +330,21 @@ class Lookup(PerSampleGradient):
         out = self.gradient.new_zeros(b, self.rows, i)
         return out.scatter_add_(1, self.ids[..., None].expand(b, t, i), self.gradient)
 
-    def folded(self, views: int) -> "Lookup":
+    def merge_views(self, views: int) -> "Lookup":
         ids, gradient = _join_views(self.ids, views), _join_views(self.gradient, views)
         return Lookup(ids, gradient, self.rows)
 
-    def settled(self, spectral: bool, buffer: "Buffer | None" = None) -> PerSampleGradient:
+    def compact(self, spectral: bool, buffer: "Buffer | None" = None) -> PerSampleGradient:
         """Positions with the same row added up at the first of them, after which every row stands alone."""
         same = self.ids[:, :, None] == self.ids[:, None, :]
         first = ~same.tril(-1).any(2, keepdim=True)
         return replace(self, gradient=(same & first).to(self.gradient) @ self.gradient, distinct=True)
 
     def squared_norm(self) -> Tensor:
-        return squares(self.gradient) if self.distinct else self.settled(False).squared_norm()
+        return squares(self.gradient) if self.distinct else self.compact(False).squared_norm()
 
     def grid_energy(self) -> Tensor:
-        return grid_energy(self.gradient, 1) if self.distinct else self.settled(True).grid_energy()
+        return grid_energy(self.gradient, 1) if self.distinct else self.compact(True).grid_energy()
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         values = (self.gradient * factors[:, None, None]).flatten(0, 1)
@@ -378,7 +379,7 @@ def _double_squares(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
 
 
-def unit(m: Tensor) -> tuple[Tensor, Tensor]:
+def normalize_rows(m: Tensor) -> tuple[Tensor, Tensor]:
     """`[b, *]` → the same with each record's largest entry brought to 1, and `[b]` these entries."""
     flat = m.flatten(1)
     size = torch.linalg.vector_norm(flat, ord=math.inf, dim=1) if flat.shape[1] else flat.new_zeros(len(m))
@@ -386,7 +387,7 @@ def unit(m: Tensor) -> tuple[Tensor, Tensor]:
     return m / size.view(-1, *[1] * (m.dim() - 1)), size.double()
 
 
-def long_enough(m: Tensor, *lengths: int) -> Tensor:
+def as_double_if_long(m: Tensor, *lengths: int) -> Tensor:
     """In double precision where a Gram matrix is a matrix of long sums."""
     return m.double() if max(lengths) > LONG else m
 

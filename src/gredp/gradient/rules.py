@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.per_sample import Circulant, Dense, Lookup, Outer, PerSampleGradient
-from gredp.gradient.standardised import Standardised
+from gredp.gradient.standardized import Standardized
 from gredp.layers import BlockCirculantLinear, WSConv2d
 from gredp.layers.block_circulant import to_blocks
 
@@ -93,10 +93,10 @@ def convolution_with_bias(layer: Convolution, x: Tensor, g: Tensor) -> Gradients
 
 
 @register_rule(WSConv2d)
-def standardised_convolution(layer: WSConv2d, x: Tensor, g: Tensor) -> Gradients:
+def standardized_convolution(layer: WSConv2d, x: Tensor, g: Tensor) -> Gradients:
     kernels = convolution(layer, x, g)["weight"]
-    units, scales = (full_precision(t) for t in layer.standardised())
-    return {"weight": Standardised(kernels, units, scales), "bias": Dense(g.flatten(2).sum(2))}
+    units, scales = (full_precision(t) for t in layer.standardized())
+    return {"weight": Standardized(kernels, units, scales), "bias": Dense(g.flatten(2).sum(2))}
 
 
 @register_rule(nn.Embedding)

@@ -16,11 +16,11 @@ from gredp.mechanisms.plan import Shaping
 from gredp.spectrum import BlockView
 
 
-def energy_shares(clipped: ClippedSpectra, views: Mapping[str, BlockView]) -> Tensor:
+def energy_shares(clipped: ClippedSpectra, block_views: Mapping[str, BlockView]) -> Tensor:
     """`[groups of all blocks]`: Σ_i r_i. A record without gradient, or not finite, contributes zero."""
     rows = len(clipped.kept)
     parts = []
-    for name, view in views.items():
+    for name, view in block_views.items():
         energy = clipped.energies.get(name)
         if energy is None:
             energy = torch.zeros(rows, view.group_count, device=clipped.kept.device)
@@ -36,11 +36,13 @@ class LearnedShape:
     Before the first release every weight is 1, which is white noise.
     """
 
-    def __init__(self, shaping: Shaping, views: Mapping[str, BlockView], expected_batch_size: float) -> None:
+    def __init__(
+        self, shaping: Shaping, block_views: Mapping[str, BlockView], expected_batch_size: float
+    ) -> None:
         self.shaping = shaping
-        self.counts = [view.group_count for view in views.values()]
-        self.names = list(views)
-        self.sizes = torch.cat([view.group_sizes for view in views.values()])
+        self.counts = [view.group_count for view in block_views.values()]
+        self.names = list(block_views)
+        self.sizes = torch.cat([view.group_sizes for view in block_views.values()])
         self.expected_batch_size = expected_batch_size
         self.total = torch.zeros(len(self.sizes), dtype=torch.float64)
         #: releases in `total`, and the variance of their noise, both faded as they are

@@ -27,15 +27,15 @@ def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
     swell = over_steps(plan.correlation)
     deviations = {name: group.noise_std * swell for group in plan.groups for name in group.blocks}
     rows = []
-    for name, view in step.views.items():
+    for name, view in step.block_views.items():
         std = deviations[name] * _scale(view, plan.noise_parts)
-        if plan.shaping is not None and step.shape is not None:
-            std = std * torch.rsqrt(weights[name].double()) * step.shape.preconditioner[name].double()
+        if plan.shaping is not None and step.learned_shape is not None:
+            std = std * torch.rsqrt(weights[name].double()) * step.learned_shape.preconditioner[name].double()
         if plan.keep_ratio is not None:
             std = std * weights[name].double()
         place, sizes = _frequencies(view), view.group_sizes
         order = [int(k) for k in place.argsort(stable=True) if sizes[k] > 0]
-        shares = None if step.shape is None else step.shape.mean_shares[name]
+        shares = None if step.learned_shape is None else step.learned_shape.mean_shares[name]
         rows.append(
             {
                 "block": name,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gredp.distributed import begin, finish, pass_on, rank
+from gredp.distributed import begin, broadcast, finish, rank
 from gredp.gradient.clip import clip
 from gredp.gradient.correlated import CorrelatedSource
 from gredp.gradient.inverse import invert
@@ -29,27 +29,29 @@ class PrivateStep:
         self.source = source
         banded = len(plan.correlation) > 1
         self._noise = CorrelatedSource(source, plan.correlation) if banded else source
-        self.views = {block.name: _view(block, plan) for block in plan.blocks}
-        self.shape = (
-            LearnedShape(plan.shaping, self.views, expected_batch_size) if plan.shaping is not None else None
+        self.block_views = {block.name: _view(block, plan) for block in plan.blocks}
+        self.learned_shape = (
+            LearnedShape(plan.shaping, self.block_views, expected_batch_size)
+            if plan.shaping is not None
+            else None
         )
-        self._bounded = BoundedSum(plan, self.views)
+        self._bounded = BoundedSum(plan, self.block_views)
         #: by which processes tell the private models apart
         self.number = 0
 
     @property
     def squared_weights(self) -> dict[str, Tensor]:
         """w² of each block over its groups, fixed for the step that is being accumulated."""
-        if self.shape is not None:
-            return self.shape.squared_weights
+        if self.learned_shape is not None:
+            return self.learned_shape.squared_weights
         if self.plan.keep_ratio is not None:
-            return {name: torch.tensor([0.0, 1.0]) for name in self.views}
-        return {name: torch.ones(1) for name in self.views}
+            return {name: torch.tensor([0.0, 1.0]) for name in self.block_views}
+        return {name: torch.ones(1) for name in self.block_views}
 
     def accumulate(self, spectra: PerSampleSpectra) -> None:
         """Clip one physical batch and add it to the sum."""
         with torch.no_grad():
-            self._bounded.add(clip(spectra, self.plan, self.views, self.squared_weights))
+            self._bounded.add(clip(spectra, self.plan, self.block_views, self.squared_weights))
 
     def agree(self, step: int, stale: bool, plan: StepPlan) -> bool:
         """Whether the batch of any process is stale. `release` must follow, or this process is out.
@@ -74,10 +76,10 @@ class PrivateStep:
                 self._bounded.plan = plan
             self._bounded.over_processes(parameters)
             released = self._noised(parameters, step) if rank() == 0 else self._awaited(parameters)
-            released = pass_on(released)
+            released = broadcast(released)
             shares = released.pop(SHARES, None)
-            if self.shape is not None and shares is not None:
-                self.shape.learn(shares, self._bounded.plan.energy_std)
+            if self.learned_shape is not None and shares is not None:
+                self.learned_shape.learn(shares, self._bounded.plan.energy_std)
             self.discard()
         finish()
         return released
@@ -86,8 +88,8 @@ class PrivateStep:
         """The gradients, and the energy shares where the plan asks for them."""
         self._noise.begin(step)
         weights = self.squared_weights
-        ones = {name: torch.ones(1) for name in self.views}
-        preconditioner = self.shape.preconditioner if self.shape is not None else ones
+        ones = {name: torch.ones(1) for name in self.block_views}
+        preconditioner = self.learned_shape.preconditioner if self.learned_shape is not None else ones
         noisy = add_noise(self._bounded, parameters, weights, self._noise)
         gradients = invert(noisy, weights, preconditioner)
         return gradients if noisy.shares is None else {**gradients, SHARES: noisy.shares}
@@ -95,12 +97,12 @@ class PrivateStep:
     def _awaited(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Room for what `_noised` gives in the first process."""
         totals, shares = self._bounded.totals, self._bounded.shares
-        room = {n: torch.zeros_like(parameters[n], dtype=totals[n].real.dtype) for n in self.views}
+        room = {n: torch.zeros_like(parameters[n], dtype=totals[n].real.dtype) for n in self.block_views}
         return room if shares is None else {**room, SHARES: torch.zeros_like(shares)}
 
     def discard(self) -> None:
         """Forget the sum so far; nothing of it was released."""
-        self._bounded = BoundedSum(self.plan, self.views)
+        self._bounded = BoundedSum(self.plan, self.block_views)
 
     @property
     def accumulated(self) -> bool:

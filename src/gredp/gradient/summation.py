@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gredp.distributed import add_up, world_size
+from gredp.distributed import all_reduce_sum, world_size
 from gredp.errors import GredpError
 from gredp.gradient.clip import ClippedSpectra
 from gredp.gradient.convolution import Correlation
@@ -25,7 +25,7 @@ class BoundedSum:
     """
 
     plan: StepPlan
-    views: Mapping[str, BlockView]
+    block_views: Mapping[str, BlockView]
     totals: dict[str, Tensor] = field(default_factory=dict)
     shares: Tensor | None = None
     spent: bool = False
@@ -40,7 +40,7 @@ class BoundedSum:
             raise GredpError("this sum was released already: records cannot join it any more")
         for name, gradient in clipped.gradients.items():
             factors = clipped.factors[name].to(gradient.dtype)
-            if self.views[name].padded:
+            if self.block_views[name].padded:
                 assert isinstance(gradient, Correlation)
                 total = gradient.padded_sum(factors)
             else:
@@ -48,18 +48,18 @@ class BoundedSum:
             self.totals[name] = self.totals[name] + total if name in self.totals else total
         self.records += len(clipped.kept)
         if self.plan.shaping is not None:
-            shares = energy_shares(clipped, self.views)
+            shares = energy_shares(clipped, self.block_views)
             self.shares = shares if self.shares is None else self.shares + shares
 
     def over_processes(self, parameters: Mapping[str, Tensor]) -> None:
         """Add the sums of all processes. Each record is in one of them, so K is as before."""
         if world_size() == 1:
             return
-        for name, view in self.views.items():
+        for name, view in self.block_views.items():
             self.totals.setdefault(name, empty_sum(view, parameters[name]))
-        self.totals = add_up(self.totals)
+        self.totals = all_reduce_sum(self.totals)
         if self.shares is not None:
-            self.shares = add_up({"shares": self.shares})["shares"]
+            self.shares = all_reduce_sum({"shares": self.shares})["shares"]
 
 
 def empty_sum(view: BlockView, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A convolution with standardised kernels: with group normalisation it does what batch normalisation does."""
+"""A convolution with standardized kernels: with group normalisation it does what batch normalisation does."""
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ class WSConv2d(nn.Conv2d):
     weights' mean and scale. It depends on the weights alone, so records stay apart.
     """
 
-    def standardised(self) -> tuple[Tensor, Tensor]:
+    def standardized(self) -> tuple[Tensor, Tensor]:
         """Kernels `[out, n]` of norm 1 (a little below) and the scales `[out]` that made them so."""
         centred = self.weight.flatten(1) - self.weight.flatten(1).mean(1, keepdim=True)
         scale = torch.rsqrt(centred.square().sum(1) + EPS)
         return centred * scale[:, None], scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.standardised()[0].view_as(self.weight), self.bias)
+        return self._conv_forward(x, self.standardized()[0].view_as(self.weight), self.bias)

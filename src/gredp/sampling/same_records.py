@@ -18,8 +18,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from gredp.distributed import from_first, largest, rank, world_size
-from gredp.errors import Elsewhere, GredpError
+from gredp.distributed import all_reduce_max, rank, run_on_rank_zero, world_size
+from gredp.errors import GredpError, PeerFailed
 from gredp.sampling.loader import EmptyBatches
 
 #: records that are read, twice each
@@ -37,12 +37,12 @@ def refuse_other_records(loader: DataLoader[Any], key: bytes) -> None:
     """Refuse, in all processes, data that are not the first process' own. Its `key` is everyone's."""
     if world_size() == 1:
         return
-    _, key = from_first(lambda: (None, key), WHAT)
+    _, key = run_on_rank_zero(lambda: (None, key), WHAT)
     own: Digests = [[_digest(index_sets(loader.dataset), key)], *_read(loader, key)]
-    first, _ = from_first(lambda: (own, b""), WHAT)
-    differing = largest(rank() if _different(own, first) else 0, WHAT)
+    first, _ = run_on_rank_zero(lambda: (own, b""), WHAT)
+    differing = all_reduce_max(rank() if _different(own, first) else 0, WHAT)
     if differing:
-        error = GredpError if differing == rank() else Elsewhere
+        error = GredpError if differing == rank() else PeerFailed
         raise error(
             f"process {differing} has other records than the first process under the same numbers, and one "
             "could count twice: give every process the same data set, and split it with a common seed, "

@@ -61,7 +61,7 @@ def write_checkpoint(
                 tensors[f"optimizer/{index}/{key}"] = value
             else:
                 numbers.setdefault(str(index), {})[key] = value
-    shape = optimizer.private_step.shape
+    shape = optimizer.private_step.learned_shape
     if shape is not None:
         tensors |= {f"shape/{name}": value for name, value in shape.state().items()}
     for key, other in modules.items():
@@ -123,7 +123,7 @@ def restore(
         for key, other in modules.items():
             _refuse_weights(other, kept[key])
         state = _optimizer_state(checkpoint, optimizer)
-        shape = optimizer.private_step.shape
+        shape = optimizer.private_step.learned_shape
         if shape is not None:
             shape.restore(_group(checkpoint, "shape"))
         optimizer.load_state_dict(state)

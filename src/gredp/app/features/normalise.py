@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gredp.app.data.datasets import Stored
-from gredp.distributed import add_up, begin, finish, pass_on, rank, world_size
+from gredp.distributed import all_reduce_sum, begin, broadcast, finish, rank, world_size
 from gredp.engine import PrivacyEngine
 from gredp.gradient.noise import SecretSource
 from gredp.privacy.certificate import Certificate, Release
@@ -84,11 +84,11 @@ def release(engine: PrivacyEngine, x: "Tensor | Stored", query: Certificate) -> 
     begin("the statistics of the records")
     engine.ledger.charge(query, sample_rate=1.0)
     engine.ledger.inherited = engine.ledger.steps  # it comes before the run's own steps
-    total = add_up({"sum": total})["sum"]
+    total = all_reduce_sum({"sum": total})["sum"]
     if rank() == 0:
         source = SecretSource(engine.secret)
         source.begin(engine.ledger.steps)
         total = total + query.releases[0].noise_std * source.normal((2 * channels,), total)
-    total = pass_on({"sum": total})["sum"]
+    total = broadcast({"sum": total})["sum"]
     finish()
     return total

@@ -1,4 +1,4 @@
-"""Per-sample gradients of weight-standardised convolutions.
+"""Per-sample gradients of weight-standardized convolutions.
 
 With kernel v = s·(w − mean w) and s = 1/√(‖w − mean w‖² + ε), a gradient κ by v is one by w of
 s·(κ − mean κ − v·(v·κ)): a linear map, the same for every record, so the sum needs it once.
@@ -19,8 +19,8 @@ CANCELLED = {torch.float32: 1e-4, torch.float64: 1e-12}
 
 
 @dataclass(frozen=True)
-class Standardised(PerSampleGradient):
-    """`kernels` holds the gradients by the standardised kernels `units` `[o, n]`, made with `scales` `[o]`.
+class Standardized(PerSampleGradient):
+    """`kernels` holds the gradients by the standardized kernels `units` `[o, n]`, made with `scales` `[o]`.
 
     The map cancels what lies along a kernel or its mean. Its rounding differs between one record and the
     sum, so an allowance comes on top of the norms: what is left of a huge κ must not pass the clip.
@@ -41,14 +41,14 @@ class Standardised(PerSampleGradient):
     def dense(self) -> Tensor:
         return self._by_weight(self.kernels.dense())
 
-    def folded(self, views: int) -> "Standardised":
-        return replace(self, kernels=self.kernels.folded(views))
+    def merge_views(self, views: int) -> "Standardized":
+        return replace(self, kernels=self.kernels.merge_views(views))
 
-    def keep(self, mask: Tensor) -> "Standardised":
-        return replace(self, kernels=self.kernels.keep(mask))
+    def zero_unless(self, mask: Tensor) -> "Standardized":
+        return replace(self, kernels=self.kernels.zero_unless(mask))
 
-    def reach(self) -> Tensor:
-        return self.kernels.reach() * self.scales.double().square().max()
+    def norm_bound(self) -> Tensor:
+        return self.kernels.norm_bound() * self.scales.double().square().max()
 
     def squared_norm(self) -> Tensor:
         return self._joined([squares(values) + margin for values, margin in self._parts()])
@@ -72,7 +72,7 @@ class Standardised(PerSampleGradient):
             yield self._by_weight(values), squares(scaled) * CANCELLED[values.dtype] ** 2
 
     def _by_weight(self, values: Tensor) -> Tensor:
-        """`[b, o, c, *kernel]` by the standardised kernels → by the weights."""
+        """`[b, o, c, *kernel]` by the standardized kernels → by the weights."""
         flat = values.flatten(2)
         along = (flat * self.units).sum(2, keepdim=True)
         flat = flat - flat.mean(2, keepdim=True) - along * self.units
