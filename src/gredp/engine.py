@@ -18,6 +18,7 @@ from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
+from gredp.gradient.units import blocks, padded_blocks
 from gredp.mechanisms import Mechanism, mechanism
 from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.plan import Needs, positive_norm
@@ -524,8 +525,10 @@ def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
 
 def _blocks(chosen: Mechanism, capture: Capture, loader: DataLoader[Any]) -> list[Block]:
     if chosen.transform != "padded":
-        return capture.blocks()
-    return capture.padded_blocks(lambda: _run_on_zeros(capture.module, _one_record(loader)))
+        return blocks(capture.module, capture.units)
+    return padded_blocks(
+        capture.module, capture.units, lambda: _run_on_zeros(capture.module, _one_record(loader))
+    )
 
 
 def _one_record(loader: DataLoader[Any]) -> Any:

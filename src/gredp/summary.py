@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gredp.gradient.capture import Unit, find_units
 from gredp.gradient.per_sample import PerSampleGradient
 from gredp.gradient.rules import full_precision
+from gredp.gradient.units import Unit, find_units
 from gredp.mechanisms.plan import Needs
 from gredp.privacy.accountant import in_turns, round_up
 

@@ -17,6 +17,7 @@ from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.per_sample import Dense, PerSampleGradient
 from gredp.gradient.rules import rule_for
+from gredp.gradient.units import blocks
 from oracles import clipped_sum, grid_energy, of_records, per_sample_gradients, wavy
 from worlds import make_private, released
 
@@ -213,7 +214,7 @@ def captured(model: nn.Module, x: Tensor) -> dict[str, PerSampleGradient]:
         assert spectra is not None, "the backward reached no layer"
         assert spectra.batch == len(x)
         # what a gradient takes for its Fourier grid must be what the plan was certified for
-        assert {b.name: len(b.grid) for b in capture.blocks()}.items() >= {
+        assert {b.name: len(b.grid) for b in blocks(capture.module, capture.units)}.items() >= {
             n: g.grid_axes for n, g in spectra.gradients.items()
         }.items()
         return dict(spectra.gradients)
@@ -309,7 +310,7 @@ def test_an_empty_batch_has_empty_energies(case):
     # the shaped and the band-limited step ask for these
     model, x = case.model(), case.records(0)
     capture = Capture(model)
-    grids = {block.name: block.grid for block in capture.blocks()}
+    grids = {block.name: block.grid for block in blocks(capture.module, capture.units)}
     capture.detach()
     for name, gradient in captured(model, x).items():
         assert gradient.grid_energy().shape == (0, *grids[name])

@@ -17,6 +17,7 @@ import gredp.app.features.normalise as normalise
 import gredp.app.train as loop
 import gredp.distributed as distributed
 import gredp.engine as engine
+import gredp.gradient.batch_dimension as batch_dimension
 import gredp.gradient.capture as capture
 import gredp.gradient.clip as clip
 import gredp.gradient.correlated as correlated
@@ -361,7 +362,7 @@ def buffers_watched_in_the_forward_only(patch: Patch) -> None:
 
 def coincidences_taken_for_records(patch: Patch) -> None:
     """Rows that are as many as the records, of a position table or of time, are clipped in their place."""
-    patch.setattr(capture, "rows_of_zeros", lambda *_: {})
+    patch.setattr(batch_dimension, "rows_of_zeros", lambda *_: {})
 
 
 def reductions_taken_at_their_word(patch: Patch) -> None:

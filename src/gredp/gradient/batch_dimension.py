@@ -15,6 +15,24 @@ from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
 
+class RowsOnZeros:
+    """Runs each part of a model on zeros once, as far as layers in it have not been run by then."""
+
+    def __init__(self, module: nn.Module, layers: set[nn.Module]) -> None:
+        below = {part: layers & set(part.modules()) for part in module.modules() if part not in layers}
+        #: parts of the model, and the layers in them that were not run on zeros through them yet
+        self.parts = {part: held for part, held in below.items() if held}
+        #: layers that ran on zeros, and their rows if those are as many with any batch
+        self.fixed: dict[nn.Module, int | None] = {}
+
+    def run(self, part: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
+        if self.parts[part] <= self.fixed.keys():
+            return
+        layers, self.parts[part] = self.parts[part], set()
+        rows = rows_of_zeros(part, layers, args, kwargs, batch)
+        self.fixed |= {layer: batch if batch in seen else None for layer, seen in rows.items()}
+
+
 def rows_of_zeros(
     module: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Any, batch: int
 ) -> dict[nn.Module, set[int]]:

@@ -7,7 +7,6 @@ outside its layer, where no clip would see it. That is refused.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,84 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
-from gredp.gradient.batch_dimension import rows_of_zeros
-from gredp.gradient.convolution import Correlation
+from gredp.gradient.batch_dimension import RowsOnZeros
+from gredp.gradient.graph import in_graph
 from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
 from gredp.gradient.reduction import LossReduction
-from gredp.gradient.rules import (
-    Call,
-    Rule,
-    convolution_with_bias,
-    exact,
-    full_precision,
-    generic,
-    grid_axes,
-    rule_for,
-)
+from gredp.gradient.rules import Call, exact, full_precision, generic
 from gredp.gradient.state import HeldState
+from gredp.gradient.units import Unit, blocks, find_units
 from gredp.mechanisms.plan import Needs
-from gredp.privacy.certificate import Block
 from gredp.sampling.draws import memory_of
 from gredp.storage.files import one_line
-
-
-@dataclass(eq=False)
-class Unit:
-    """A layer that is hooked: its own parameters, or a whole subtree under the generic rule."""
-
-    name: str
-    layer: nn.Module
-    rule: Rule | None
-    #: name within the layer → name within the model
-    parameters: dict[str, str]
-    #: parameters that do not ask for a gradient while the layer runs
-    silenced: list[Tensor] = field(default_factory=list)
-
-
-def find_units(module: nn.Module) -> list[Unit]:
-    """The layers that own trainable parameters, outermost first, each once however often it appears."""
-    full_names = {id(p): n for n, p in module.named_parameters()}
-    units: dict[nn.Module, Unit] = {}
-
-    def visit(name: str, layer: nn.Module) -> None:
-        own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
-        if not own:
-            for child, sub in layer.named_children():
-                visit(f"{name}.{child}" if name else child, sub)
-        elif layer not in units:
-            rule = rule_for(layer)
-            # Without a rule, the parameters below come along: the generic rule differentiates all of it.
-            inside = own if rule else {n: p for n, p in layer.named_parameters() if p.requires_grad}
-            names = {n: full_names[id(p)] for n, p in inside.items()}
-            units[layer] = Unit(name or type(layer).__name__, layer, rule, names)
-
-    visit("", module)
-    return list(units.values())
-
-
-class _Anchor(torch.autograd.Function):
-    """Gives a tensor without history a place in the graph, so that its gradient is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(out)  # the same tensor goes on: no copy, and in-place layers may follow
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Fresh(torch.autograd.Function):
-    """The same memory as a tensor that is no view, for layers whose backward does not read their output."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        return out.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 class Capture:
@@ -124,10 +55,7 @@ class Capture:
         self._batch: int | None = None
         self._pass = 0
         self._paused = False
-        #: parts of the model that were not run on zeros yet, and the layers in them that are hooked
-        self._below = _layers_below(module, set(self._by_layer))
-        #: layers that ran on zeros, and their rows if those are as many with any batch
-        self._rows: dict[nn.Module, int | None] = {}
+        self._on_zeros = RowsOnZeros(module, set(self._by_layer))
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
         #: what may not change but by releases
@@ -135,7 +63,7 @@ class Capture:
         #: where the inputs of the passes since the last step lie
         self._places: dict[int, list[StorageWeakRef]] = {}
         self._handles: list[Any] = []
-        self._grid_axes = {block.name: len(block.grid) for block in self.blocks()}
+        self._grid_axes = {block.name: len(block.grid) for block in blocks(module, self.units)}
         self._attach()
 
     # ---------------------------------------------------------------- hooks
@@ -153,7 +81,7 @@ class Capture:
                 capture._end_pass()
 
         def probe(part: nn.Module, args: Any, kwargs: Any) -> None:
-            if part in capture._below and capture.module.training and torch.is_grad_enabled():
+            if part in capture._on_zeros.parts and capture.module.training and torch.is_grad_enabled():
                 capture._probe(part, args, kwargs)
 
         def before(layer: nn.Module, args: Any) -> None:
@@ -173,7 +101,7 @@ class Capture:
         handles += self.state.attach()
         handles.append(self.module.register_forward_pre_hook(begin_pass, with_kwargs=True))
         handles.append(self.module.register_forward_hook(end_pass))
-        for part in self._below:
+        for part in self._on_zeros.parts:
             handles.append(part.register_forward_pre_hook(probe, with_kwargs=True))
         for unit in self.units:
             handles.append(unit.layer.register_forward_pre_hook(before))
@@ -229,15 +157,13 @@ class Capture:
         """
         tensors = _tensors((args, kwargs))
         batch = self._root_batch if self._root_batch is not None else tensors and tensors[0].shape[0]
-        if self._paused or not batch or self._below[part] <= self._rows.keys():
+        if self._paused or not batch:
             return
-        layers, self._below[part] = self._below[part], set()
         self._paused = True
         try:
-            rows = rows_of_zeros(part, layers, args, kwargs, batch)
+            self._on_zeros.run(part, args, kwargs, batch)
         finally:
             self._paused = False
-        self._rows |= {layer: batch if batch in seen else None for layer, seen in rows.items()}
 
     def _end_pass(self) -> None:
         self._root_batch = None
@@ -251,8 +177,7 @@ class Capture:
             parameter.requires_grad_(False)
 
     def _restore(self, layer: nn.Module) -> None:
-        unit = self._by_layer[layer]
-        for parameter in unit.silenced:
+        for parameter in self._by_layer[layer].silenced:
             parameter.requires_grad_(True)
 
     def _watch(self, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -275,7 +200,7 @@ class Capture:
                 "the first dimension of every layer's input and output must be the batch, "
                 f"here {expected} records"
             )
-        if self._rows.get(layer) == expected:
+        if self._on_zeros.fixed.get(layer) == expected:
             raise GredpError(
                 f"{unit.name} ({type(layer).__name__}) has {expected} rows whatever the batch: they are no "
                 "records, though as many here, and would be clipped in their place; give it [batch, ...] as "
@@ -295,10 +220,7 @@ class Capture:
             spent[0] = True
             self._receive(unit, number, x, grad.detach(), (leaves, spec, places[0]))
 
-        if out._is_view():  # an in-place layer behind it would rewrite the history past the hook
-            out = _Fresh.apply(out) if unit.rule is not None else out.clone()
-        if not out.requires_grad:
-            out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))
+        out = in_graph(out, reads_output=unit.rule is None)
         self.reduction.mark(out)
         out.register_hook(receive)
         return out
@@ -383,38 +305,6 @@ class Capture:
 
     # ---------------------------------------------------------------- what the step asks for
 
-    def blocks(self) -> list[Block]:
-        """The geometry of every private parameter on its own grid, in the model's order."""
-        found: dict[str, Block] = {}
-        for unit in self.units:
-            for name, full in unit.parameters.items():
-                shape = tuple(unit.layer.get_parameter(name).shape)
-                axes = grid_axes(unit.layer, name) if unit.rule else min(1, len(shape))
-                found.setdefault(full, Block.whole(full, unit.name, shape, axes))
-        order = [n for n, _ in self.module.named_parameters() if n in found]
-        return [found[n] for n in order]
-
-    def padded_blocks(self, run_model: Callable[[], Any]) -> list[Block]:
-        """The same with convolution kernels as crops of their padded input's grid.
-
-        The sizes come from one forward of zeros, which `run_model` performs.
-        """
-        shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
-        handles = [
-            unit.layer.register_forward_hook(_note_padded_grid(unit, shapes), with_kwargs=True)
-            for unit in self.units
-            if unit.rule is convolution_with_bias and "weight" in unit.parameters
-        ]
-        try:
-            with torch.no_grad():
-                run_model()
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [
-            Block(b.name, b.layer, b.shape, *shapes[b.name]) if b.name in shapes else b for b in self.blocks()
-        ]
-
     def take(self) -> PerSampleSpectra | None:
         """What the last backward brought, valid until the next; None if there was none."""
         if self._pending_pass is None or self._batch is None:
@@ -443,26 +333,6 @@ class Capture:
 def _tensors(batch: Any) -> list[Tensor]:
     """Those that have a first dimension."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-
-
-def _layers_below(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, set[nn.Module]]:
-    """For each part of the model that holds some of `layers`, which."""
-    below = {part: layers & set(part.modules()) for part in module.modules() if part not in layers}
-    return {part: held for part, held in below.items() if held}
-
-
-def _note_padded_grid(
-    unit: Unit, shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
-) -> Callable[..., None]:
-    def note(layer: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        assert unit.rule is not None
-        (x,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        weight = unit.rule(layer, x.detach(), torch.zeros_like(out))["weight"]
-        assert isinstance(weight, Correlation)
-        released = tuple(tuple(range(0, k * d, d)) for k, d in zip(layer.kernel_size, layer.dilation))
-        shapes[unit.parameters["weight"]] = (weight.padded_grid, released)
-
-    return note
 
 
 def _refuse_raw_gradient(name: str) -> Callable[[Tensor], None]:

@@ -1,0 +1,96 @@
+"""The layers that own trainable parameters, and the geometry of those parameters as blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gredp.gradient.convolution import Correlation
+from gredp.gradient.rules import Rule, convolution_with_bias, grid_axes, rule_for
+from gredp.privacy.certificate import Block
+
+
+@dataclass(eq=False)
+class Unit:
+    """A layer that is hooked: its own parameters, or a whole subtree under the generic rule."""
+
+    name: str
+    layer: nn.Module
+    rule: Rule | None
+    #: name within the layer → name within the model
+    parameters: dict[str, str]
+    #: parameters that do not ask for a gradient while the layer runs
+    silenced: list[Tensor] = field(default_factory=list)
+
+
+def find_units(module: nn.Module) -> list[Unit]:
+    """The layers that own trainable parameters, outermost first, each once however often it appears."""
+    full_names = {id(p): n for n, p in module.named_parameters()}
+    units: dict[nn.Module, Unit] = {}
+
+    def visit(name: str, layer: nn.Module) -> None:
+        own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
+        if not own:
+            for child, sub in layer.named_children():
+                visit(f"{name}.{child}" if name else child, sub)
+        elif layer not in units:
+            rule = rule_for(layer)
+            # Without a rule, the parameters below come along: the generic rule differentiates all of it.
+            inside = own if rule else {n: p for n, p in layer.named_parameters() if p.requires_grad}
+            names = {n: full_names[id(p)] for n, p in inside.items()}
+            units[layer] = Unit(name or type(layer).__name__, layer, rule, names)
+
+    visit("", module)
+    return list(units.values())
+
+
+def blocks(module: nn.Module, units: Sequence[Unit]) -> list[Block]:
+    """The geometry of every private parameter on its own grid, in the model's order."""
+    found: dict[str, Block] = {}
+    for unit in units:
+        for name, full in unit.parameters.items():
+            shape = tuple(unit.layer.get_parameter(name).shape)
+            axes = grid_axes(unit.layer, name) if unit.rule else min(1, len(shape))
+            found.setdefault(full, Block.whole(full, unit.name, shape, axes))
+    order = [n for n, _ in module.named_parameters() if n in found]
+    return [found[n] for n in order]
+
+
+def padded_blocks(module: nn.Module, units: Sequence[Unit], run_model: Callable[[], Any]) -> list[Block]:
+    """The same with convolution kernels as crops of their padded input's grid.
+
+    The sizes come from one forward of zeros, which `run_model` performs.
+    """
+    shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
+    handles = [
+        unit.layer.register_forward_hook(_note_padded_grid(unit, shapes), with_kwargs=True)
+        for unit in units
+        if unit.rule is convolution_with_bias and "weight" in unit.parameters
+    ]
+    try:
+        with torch.no_grad():
+            run_model()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        Block(b.name, b.layer, b.shape, *shapes[b.name]) if b.name in shapes else b
+        for b in blocks(module, units)
+    ]
+
+
+def _note_padded_grid(
+    unit: Unit, shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
+) -> Callable[..., None]:
+    def note(layer: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        assert unit.rule is not None
+        (x,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        weight = unit.rule(layer, x.detach(), torch.zeros_like(out))["weight"]
+        assert isinstance(weight, Correlation)
+        released = tuple(tuple(range(0, k * d, d)) for k, d in zip(layer.kernel_size, layer.dilation))
+        shapes[unit.parameters["weight"]] = (weight.padded_grid, released)
+
+    return note
