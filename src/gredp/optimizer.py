@@ -1,4 +1,4 @@
-"""The optimiser a user steps: it charges the ledger, asks rail A for a gradient, and hands it on."""
+"""The optimizer a user steps: it charges the ledger, asks rail A for a gradient, and hands it on."""
 
 import math
 import warnings
@@ -23,7 +23,7 @@ from gredp.sampling.draws import Draw, HandedOut
 
 
 class PrivateOptimizer(Optimizer):
-    """Wraps any `torch.optim` optimiser; `step()` replaces `p.grad` by the private gradient first.
+    """Wraps any `torch.optim` optimizer; `step()` replaces `p.grad` by the private gradient first.
 
     Formal guarantee. Every call of `step()` that updates parameters has been charged to the ledger with
     the plan's certificate and the loader's rate, before noise was drawn. A part of a logical batch that
@@ -162,7 +162,7 @@ class PrivateOptimizer(Optimizer):
         return self.original_optimizer.register_step_post_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise GredpError("parameters cannot join a private optimiser: their gradients would not be certified")
+        raise GredpError("parameters cannot join a private optimizer: their gradients would not be certified")
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Whether the physical batch that comes next is not the last of its logical batch.
@@ -321,7 +321,7 @@ class PrivateOptimizer(Optimizer):
         self.original_optimizer.zero_grad(set_to_none)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise GredpError("a private optimiser is neither copied nor pickled: keep its state_dict()")
+        raise GredpError("a private optimizer is neither copied nor pickled: keep its state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
         return self.original_optimizer.state_dict()

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import oracles
-from gredp.gradient import convolution
-from gredp.gradient.convolution import Correlation, Geometry, _cheapest_split, _prefer_gram
+from gredp.gradient.convolution import Correlation, correlation, kernels
+from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gram
+from gredp.gradient.convolution.gram import gram_energy, gram_norm
 from gredp.spectrum import grid_energy
 
 GEOMETRY = ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))
@@ -36,7 +37,7 @@ def exact(correlation: Correlation) -> torch.Tensor:
 def test_norm_is_not_short_where_the_sum_cancels(channels, outputs, size, left):
     """A norm that comes out too small lets a record pass the clip; too large by a little is harmless."""
     correlation = cancelling(6, channels, outputs, size, left)
-    found, truth = correlation._gram_norm(), exact(correlation)
+    found, truth = gram_norm(correlation), exact(correlation)
     assert (found >= truth * (1 - 2e-6)).all()
     if left == 1.0:  # an ordinary record is not clipped noticeably harder
         assert (found <= truth * (1 + 1e-4)).all()
@@ -61,9 +62,9 @@ def test_energies_by_frequency_equal_those_of_the_kernels(kernel, stride, dilati
     g = torch.randn(3, 6, *out, dtype=torch.float64)
     correlation = Correlation(x, g, kernel, stride, dilation, groups, pads)
     truth = grid_energy(correlation.dense(), len(kernel))
-    torch.testing.assert_close(correlation._gram_energy(), truth, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gram_energy(correlation), truth, rtol=1e-9, atol=1e-9)
     total = truth.flatten(1).sum(1)
-    torch.testing.assert_close(correlation._gram_norm(), total, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gram_norm(correlation), total, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("left", [1.0, 1e-3])
@@ -72,7 +73,7 @@ def test_no_frequency_falls_short_where_the_sums_cancel(left):
     truth = grid_energy(
         Correlation(correlation.x.double(), correlation.gradient.double(), *GEOMETRY).dense(), 2
     )
-    found = correlation._gram_energy()
+    found = gram_energy(correlation)
     assert (found >= truth * (1 - 2e-6)).all()
     if left == 1.0:
         assert (found <= truth * (1 + 2e-3)).all()
@@ -84,20 +85,20 @@ def square(kernel: int, channels: int, outputs: int, size: int, out: int) -> Geo
 
 
 def test_small_maps_with_large_kernels_take_the_gram_path():
-    assert _prefer_gram(square(3, 128, 128, 8, 8))
-    assert _prefer_gram(square(3, 128, 128, 8, 8), spectral=True)
-    assert _prefer_gram(square(3, 512, 512, 3, 3))
-    assert not _prefer_gram(square(3, 32, 32, 32, 32))
-    assert not _prefer_gram(square(3, 64, 64, 16, 16), spectral=True)
-    assert not _prefer_gram(square(5, 1, 6, 28, 28))
+    assert prefer_gram(square(3, 128, 128, 8, 8))
+    assert prefer_gram(square(3, 128, 128, 8, 8), spectral=True)
+    assert prefer_gram(square(3, 512, 512, 3, 3))
+    assert not prefer_gram(square(3, 32, 32, 32, 32))
+    assert not prefer_gram(square(3, 64, 64, 16, 16), spectral=True)
+    assert not prefer_gram(square(5, 1, 6, 28, 28))
 
 
 def test_offsets_shift_the_side_that_is_cheaper_to_copy():
-    assert _cheapest_split(square(3, 3, 16, 32, 32)) == (False, False)
-    assert sum(_cheapest_split(square(3, 16, 16, 32, 32))) == 1
-    assert _cheapest_split(square(3, 64, 4, 32, 32)) == (True, True)
+    assert cheapest_split(square(3, 3, 16, 32, 32)) == (False, False)
+    assert sum(cheapest_split(square(3, 16, 16, 32, 32))) == 1
+    assert cheapest_split(square(3, 64, 4, 32, 32)) == (True, True)
     strided = Geometry(16, 16, ((3, 2, 32),) * 2, (16, 16), 34**2)
-    assert _cheapest_split(strided) == (False, False)  # κ_δ = Σ g_{p−δ} x_p needs a stride of 1
+    assert cheapest_split(strided) == (False, False)  # κ_δ = Σ g_{p−δ} x_p needs a stride of 1
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,9 @@ def test_every_split_of_the_offsets_gives_the_kernels(
     truth = torch.stack([gradient(i) for i in range(5)])
     for split in product(*[(False, True) if s == 1 else (False,) for s in stride]):
         for chunk in (1, 1 << 20):  # one record at a time, and all at once
-            monkeypatch.setattr(convolution, "CHUNK", chunk)
-            monkeypatch.setattr(convolution, "_cheapest_split", lambda geometry, split=split: split)
-            found = Correlation(x, g, kernel, stride, dilation, groups, pads, mode)._materialised()
+            monkeypatch.setattr(kernels, "CHUNK", chunk)
+            monkeypatch.setattr(correlation, "cheapest_split", lambda geometry, split=split: split)
+            found = Correlation(x, g, kernel, stride, dilation, groups, pads, mode)._materialized()
             torch.testing.assert_close(found.dense(), truth, rtol=1e-9, atol=1e-9)
             energies = oracles.grid_energy(truth, len(kernel))
             torch.testing.assert_close(found.grid_energy(), energies, rtol=1e-9, atol=1e-9)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gredp import BlockCirculantLinear, WSConv2d
-from gredp.gradient import per_sample
+from gredp.gradient import factored
 from gredp.gradient.clip import clip
-from gredp.gradient.per_sample import squares
+from gredp.gradient.norms import squares
 from oracles import dft
 from worlds import make_private
 
@@ -170,7 +170,7 @@ def build_like(model: nn.Module, build) -> nn.Module:
 
 
 def test_positions_that_cancel_where_no_gradient_is_kept(monkeypatch):
-    monkeypatch.setattr(per_sample, "KEPT", 0)
+    monkeypatch.setattr(factored, "KEPT", 0)
     torch.manual_seed(0)
     x = torch.rand(200, 8, 64) * 0.1
     x[-1] = 0

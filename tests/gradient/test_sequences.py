@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import oracles
-from gredp.gradient.per_sample import Dense, Lookup, Outer
+from gredp.gradient.factored import Lookup, Outer
+from gredp.gradient.per_sample import Dense
 
 
 def outer(records: int, positions: int, o: int, i: int, dtype=torch.float64) -> Outer:

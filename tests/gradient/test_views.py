@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import oracles
 from gredp import BatchMemoryManager, GredpError, PrivacyEngine
 from gredp.app.data.augment import DRAWS, augmented
-from gredp.gradient import convolution
-from gredp.gradient.convolution import Correlation
-from gredp.gradient.per_sample import Outer
+from gredp.gradient.convolution import Correlation, gram, kernels
+from gredp.gradient.factored import Outer
 from worlds import MECHANISMS, flat, one_step, released, small_model
 
 VIEWS = 3
@@ -23,7 +22,8 @@ VIEWS = 3
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
 def test_every_way_of_a_convolution_equals_the_loop(chunk, groups, mode, monkeypatch):
     """Kernels with some views at a time, and Gram matrices, against ordinary weight gradients."""
-    monkeypatch.setattr(convolution, "CHUNK", chunk)
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    monkeypatch.setattr(gram, "CHUNK", chunk)
     torch.manual_seed(0)
     x, g = torch.randn(12, 4, 5, 6).double(), torch.randn(12, 6, 5, 3).double()
     pads, stride = (1, 0, 1, 1), (1, 2)
@@ -37,9 +37,9 @@ def test_every_way_of_a_convolution_equals_the_loop(chunk, groups, mode, monkeyp
     inputs = Correlation(x, g, (3, 2), stride, (1, 1), groups, pads, mode)
     found = inputs.merge_views(4)
     norms, energies = truth.flatten(1).square().sum(1), oracles.grid_energy(truth, 2)
-    torch.testing.assert_close(found._materialised().dense(), truth)
-    torch.testing.assert_close(found._gram_norm(), norms, rtol=1e-9, atol=0)
-    torch.testing.assert_close(found._gram_energy(), energies, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found._materialized().dense(), truth)
+    torch.testing.assert_close(gram.gram_norm(found), norms, rtol=1e-9, atol=0)
+    torch.testing.assert_close(gram.gram_energy(found), energies, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.weighted_sum(torch.ones(3).double()), truth.sum(0))
     one = found.zero_unless(torch.tensor([False, True, False]))
     torch.testing.assert_close(one.dense()[1], truth[1])

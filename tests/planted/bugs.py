@@ -21,7 +21,9 @@ import gredp.gradient.batch_dimension as batch_dimension
 import gredp.gradient.capture as capture
 import gredp.gradient.clip as clip
 import gredp.gradient.correlated as correlated
+import gredp.gradient.factored as factored
 import gredp.gradient.noise as noise
+import gredp.gradient.norms as norms
 import gredp.gradient.per_sample as per_sample
 import gredp.gradient.reduction as reduction
 import gredp.gradient.shaping as shaping
@@ -236,7 +238,7 @@ def micro_batches_clipped_as_one(patch: Patch) -> None:
 
 
 def a_norm_that_misses_a_factor(patch: Patch) -> None:
-    patch.setattr(per_sample.Circulant, "squared_norm", lambda self: self.left.square().sum((1, 2, 3)) * 0.01)
+    patch.setattr(factored.Circulant, "squared_norm", lambda self: self.left.square().sum((1, 2, 3)) * 0.01)
 
 
 def weights_left_out_of_the_clip(patch: Patch) -> None:
@@ -384,7 +386,7 @@ def tied_parameters_counted_once(patch: Patch) -> None:
 
 
 def a_linear_norm_that_misses_its_input(patch: Patch) -> None:
-    patch.setattr(per_sample.Outer, "squared_norm", lambda self: per_sample.squares(self.left))
+    patch.setattr(factored.Outer, "squared_norm", lambda self: norms.squares(self.left))
 
 
 def unfrozen_parameters_stepped(patch: Patch) -> None:
@@ -422,12 +424,13 @@ def sampling_with_24_bits(patch: Patch) -> None:
 
 def norm_products_in_single_precision(patch: Patch) -> None:
     """The square of a tiny factor is 0, and a record whose norm comes out as 0 passes the clip."""
-    patch.setattr(per_sample, "squares", lambda m: m.flatten(1).square().sum(1))
+    for module in (per_sample, factored):
+        patch.setattr(module, "squares", lambda m: m.flatten(1).square().sum(1))
 
 
 def norms_without_their_allowance(patch: Patch) -> None:
     """As they come out of single precision: a few digits short for one record in two."""
-    for kind in (per_sample.PerSampleGradient, per_sample.Circulant):
+    for kind in (per_sample.PerSampleGradient, factored.Circulant):
         patch.setattr(kind, "allowance", lambda self, transforms, size: 0.0)
 
 

@@ -346,5 +346,5 @@ def _refuse_raw_gradient(name: str) -> Callable[[Tensor], None]:
 
 
 def _keep_in_eval_mode(layer: nn.Module, args: Any) -> None:
-    """A frozen normalisation stays as it is, also when a loop calls model.train() in every epoch."""
+    """A frozen normalization stays as it is, also when a loop calls model.train() in every epoch."""
     layer.eval()

@@ -1,4 +1,4 @@
-"""Stage 2: bound each record. The factors are all that is needed; the gradients stay as they are stored.
+"""Bound each record. The factors are all that is needed; the gradients stay as they are stored.
 
 Formal guarantee. For every clip group the released contribution of a record, in the weighted spectral
 domain, has norm at most the group's clip_norm, as the numbers that are summed have it: norms come with an
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
+from gredp.gradient.convolution.padded import padded_energy
 from gredp.gradient.per_sample import PerSampleGradient, PerSampleSpectra
 from gredp.mechanisms.plan import StepPlan
 from gredp.spectrum import BlockView
 
-#: stabiliser of automatic clipping, as in Bu et al. 2022
+#: stabilizer of automatic clipping, as in Bu et al. 2022
 AUTOMATIC = 0.01
 #: norms whose square leaves single precision are no gradients of a working model: treated as not finite
 LARGEST_NORM = 1e19
@@ -53,7 +54,7 @@ def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
                 f"{view.block.name} was certified for inputs padded to {view.block.grid} but got "
                 f"{gradient.padded_grid}: the padded grid needs inputs of one size"
             )
-        return view.gather(gradient.padded_energy())
+        return view.gather(padded_energy(gradient))
     if view.groups is None:
         return gradient.squared_norm()[:, None]
     return view.gather(gradient.energy_over(view.axes))

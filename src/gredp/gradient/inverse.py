@@ -1,4 +1,4 @@
-"""Stage 5: back from the frequency domain. Everything here is post-processing of a released value."""
+"""Back from the frequency domain. Everything here is post-processing of a released value."""
 
 from collections.abc import Mapping
 

@@ -16,7 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
-from gredp.gradient.per_sample import Circulant, Dense, Lookup, Outer, PerSampleGradient
+from gredp.gradient.factored import Circulant, Lookup, Outer
+from gredp.gradient.per_sample import Dense, PerSampleGradient
 from gredp.gradient.standardized import Standardized
 from gredp.layers import BlockCirculantLinear, WSConv2d
 from gredp.layers.block_circulant import to_blocks

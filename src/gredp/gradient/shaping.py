@@ -108,11 +108,11 @@ class LearnedShape:
         floor = max(noise, 0.02 / math.sqrt(len(mean)))
         share = mean.clamp(min=floor)
         energy = share.square() / self.sizes  # mean energy of one coefficient
-        squared = self._normalised(energy.pow(-self.shaping.exponent), share.square())
+        squared = self._normalized(energy.pow(-self.shaping.exponent), share.square())
         update = energy.pow(-self.shaping.preconditioner)
-        return squared, self._normalised(update.square(), share.square()).sqrt()
+        return squared, self._normalized(update.square(), share.square()).sqrt()
 
-    def _normalised(self, weights: Tensor, energy: Tensor) -> Tensor:
+    def _normalized(self, weights: Tensor, energy: Tensor) -> Tensor:
         """Scaled so that the mean record keeps its norm, and with frequencies alone each of its layers.
 
         So the clipping norm means the same for any shape, and the learning rate for any preconditioner.

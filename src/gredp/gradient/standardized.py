@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.convolution import Correlation
-from gredp.gradient.per_sample import PerSampleGradient, squares
+from gredp.gradient.convolution.kernels import kernels_of
+from gredp.gradient.norms import squares
+from gredp.gradient.per_sample import PerSampleGradient
 from gredp.spectrum import grid_energy
 
 #: what the map's rounding may leave of a gradient that it cancels, relative to that gradient
@@ -66,7 +68,7 @@ class Standardized(PerSampleGradient):
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Gradients of a few records at a time, and the allowance on their squared norms."""
-        for _, kernels in self.kernels._kernels():
+        for _, kernels in kernels_of(self.kernels):
             values = kernels.dense()
             scaled = values.flatten(2) * self.scales[:, None]
             yield self._by_weight(values), squares(scaled) * CANCELLED[values.dtype] ** 2

@@ -117,7 +117,7 @@ class PrivateStep:
 def _view(block: Block, plan: StepPlan) -> BlockView:
     padded = block != Block.whole(block.name, block.layer, block.shape, len(block.grid))
     if plan.keep_ratio is not None:
-        # A bias has no frequencies to speak of: neighbouring units are no neighbours.
+        # A bias has no frequencies to speak of: neighboring units are no neighbors.
         ratio = plan.keep_ratio if len(block.shape) > 1 else 1.0
         return BlockView(block, padded, low_band(block.grid, ratio).long())
     if plan.shaping is not None and plan.shaping.groups != "layer" and len(block.shape) > 1:

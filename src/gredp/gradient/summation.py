@@ -1,4 +1,4 @@
-"""Stage 3: the sum over records, physical batch after physical batch, each record bounded."""
+"""The sum over records, physical batch after physical batch, each record bounded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from gredp.distributed import all_reduce_sum, world_size
 from gredp.errors import GredpError
 from gredp.gradient.clip import ClippedSpectra
 from gredp.gradient.convolution import Correlation
+from gredp.gradient.convolution.padded import padded_sum
 from gredp.gradient.shaping import energy_shares
 from gredp.mechanisms.plan import StepPlan
 from gredp.spectrum import BlockView
@@ -42,7 +43,7 @@ class BoundedSum:
             factors = clipped.factors[name].to(gradient.dtype)
             if self.block_views[name].padded:
                 assert isinstance(gradient, Correlation)
-                total = gradient.padded_sum(factors)
+                total = padded_sum(gradient, factors)
             else:
                 total = gradient.weighted_sum(factors)
             self.totals[name] = self.totals[name] + total if name in self.totals else total

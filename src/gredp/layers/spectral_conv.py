@@ -21,10 +21,11 @@ class SpectralConv2d(nn.Conv2d):
 
         `x` is the layer's input and `grad_output` the gradient of the summed loss at its output.
         """
+        from gredp.gradient.convolution.padded import padded_dense
         from gredp.gradient.rules import convolution
 
         gradient = convolution(self, x, grad_output)["weight"]
-        return gradient.padded_dense() if grid == "padded" else fft(gradient.dense(), 2)
+        return padded_dense(gradient) if grid == "padded" else fft(gradient.dense(), 2)
 
     def to_dense(self) -> Tensor:
         """The kernel that the stock layer would hold."""

@@ -1,0 +1,167 @@
+"""Every record's kernels, materialized from shifted copies of inputs and output gradients."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gredp.gradient.norms import CHUNK, squares
+from gredp.gradient.per_sample import PerSampleGradient
+from gredp.spectrum import grid_energy, mirror, real_basis
+
+if TYPE_CHECKING:
+    from gredp.gradient.convolution.correlation import Correlation
+
+
+@dataclass(frozen=True)
+class Kernels(PerSampleGradient):
+    """A convolution's kernels, materialized, in the layout in which they are quickest to make and to use."""
+
+    # [b, group, k, c, k', o]: channels in and out of each group; kernel offsets k that shifted the input
+    # and k' that shifted the output gradient, each axis of the kernel among one of the two
+    values: Tensor
+    shape: tuple[int, ...]
+    on_gradient: tuple[bool, ...]  # for each axis of the kernel, whether it is among k'
+    # What is asked of them first, taken while they were in cache:
+    norms: Tensor | None = None  # [b], squared
+    energies: Tensor | None = None  # [b, *grid]
+
+    @property
+    def grid_axes(self) -> int:  # type: ignore[override]
+        return len(self.shape) - 2
+
+    @property
+    def batch(self) -> int:
+        return self.values.shape[0]
+
+    def _offsets_first(self) -> Tensor:
+        """`[b, group, *kernel, c, o]`."""
+        b, groups, _, c, _, o = self.values.shape
+        n = self.grid_axes
+        inner, outer = (
+            [k if g == side else 1 for k, g in zip(self.shape[2:], self.on_gradient)]
+            for side in (False, True)
+        )
+        apart = self.values.view(b, groups, *inner, c, *outer, o)
+        pairs = [axis for a in range(n) for axis in (2 + a, 3 + n + a)]
+        return apart.permute(0, 1, *pairs, 2 + n, 3 + 2 * n).reshape(b, groups, *self.shape[2:], c, o)
+
+    def dense(self) -> Tensor:
+        offsets = range(2, 2 + self.grid_axes)
+        last = 2 + self.grid_axes
+        return self._offsets_first().permute(0, 1, last + 1, last, *offsets).reshape(self.batch, *self.shape)
+
+    def squared_norm(self) -> Tensor:
+        return squares(self.values) if self.norms is None else self.norms
+
+    def grid_energy(self) -> Tensor:
+        if self.energies is not None:
+            return self.energies
+        grid = self.shape[2:]
+        b, groups, size = self.batch, self.values.shape[1], math.prod(grid)
+        if size > 64 or not b:
+            return grid_energy(self.dense(), self.grid_axes)
+        # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
+        basis = real_basis(grid).to(self.values).t().expand(b * groups, size, size)
+        waves = torch.bmm(basis, self._offsets_first().reshape(b * groups, size, -1))
+        energy = squares(waves.flatten(0, 1)).view(b, groups, size).sum(1)
+        return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        total = (factors @ self.values.flatten(1)).view(1, *self.values.shape[1:])
+        return Kernels(total, self.shape, self.on_gradient).dense()[0]
+
+
+def kernels_of(correlation: "Correlation", values: Tensor | None = None) -> Iterator[tuple[slice, Kernels]]:
+    """Slices of the batch with their kernels, written into `values` if given.
+
+    κ_δ = Σ_p g_p x_{p+δ}, and where the stride is 1 also Σ_p g_{p−δ} x_p. So the offsets of some
+    axes may shift copies of the input, those of others copies of the output gradient, and one
+    batched product of the two gives all offsets: fewer copies than windows of the whole kernel
+    would take, and a squarer product, which matrix libraries like better. Over few enough records
+    to stay in cache, where copies are cheap; views of a record lie behind one another as if they
+    were one map, and where they do not fit, they are added up in turn.
+    """
+    layout, split = correlation.layout(), correlation.split
+    groups, inner, channels, outer, outputs = layout
+    positions = correlation.geometry().positions(split)
+    rows, columns = inner * channels, outer * outputs
+    copies, result = (rows + columns) * math.prod(positions) * groups, rows * columns * groups
+    chunk = CHUNK * torch.get_num_threads()  # each has a cache of its own
+    step = max(1, min(chunk // max(1, copies * correlation.views + result), correlation.batch))
+    most = max(1, chunk // max(1, copies))
+    views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= most)
+    zeros = correlation.x.new_zeros
+    shift_input = _shifts(correlation, zeros(step, groups, inner, channels, views, *positions), False)
+    shift_gradient = _shifts(correlation, zeros(step, groups, outer, outputs, views, *positions), True)
+    for start in range(0, correlation.batch, step):
+        part = slice(start, min(start + step, correlation.batch))
+        target = None if values is None else values[part].view(-1, rows, columns)
+        for first in range(0, correlation.views, views):
+            x, gradient = _inputs(correlation, part, slice(first, first + views))
+            left, right = shift_input(x), shift_gradient(gradient).transpose(1, 2)
+            if first == 0:
+                product = torch.bmm(left, right, out=target)
+            else:
+                product.baddbmm_(left, right)
+        yield part, Kernels(product.view(-1, *layout), correlation.shape, split)
+
+
+def _inputs(correlation: "Correlation", part: slice, views: slice) -> tuple[Tensor, Tensor]:
+    """Some views of some records, `[records, group, channels, views, *]`: inputs, output gradients."""
+    x, gradient = (
+        t.unflatten(0, (correlation.batch, correlation.views))[part, views]
+        for t in (correlation.x, correlation.gradient)
+    )
+    if not correlation.padded_by_zeros:
+        x = replace(correlation, x=x.flatten(0, 1)).padded.unflatten(0, x.shape[:2])
+    x, gradient = (t.unflatten(2, (correlation.groups, -1)).movedim(1, 3) for t in (x, gradient))
+    return x, gradient
+
+
+def _shifts(correlation: "Correlation", buffer: Tensor, gradient: bool) -> Callable[[Tensor], Tensor]:
+    """A function of `[records, group, channels, views, *]`: at each offset of its axes, side by side.
+
+    It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The
+    buffer's zeros stay wherever an offset reaches beyond the source, in every call alike.
+    """
+    _, _, offsets, channels, views, *positions = buffer.shape
+    source = correlation.gradient.shape[2:] if gradient else correlation.positions_read
+    size = views * math.prod(positions)
+    if offsets == 1 and tuple(source) == tuple(positions) and (gradient or not any(correlation.pads)):
+        return lambda x: x.reshape(-1, channels, size)
+    own = [range(k) if g == gradient else range(1) for k, g in zip(correlation.kernel, correlation.split)]
+    moves: list[tuple[Any, Any]] = []
+    for index, offset in enumerate(product(*own)):
+        places = [_overlap(correlation, axis, delta, gradient) for axis, delta in enumerate(offset)]
+        if all(to.start < to.stop for to, _ in places):
+            target, at = ([pair[side] for pair in places] for side in (0, 1))
+            moves.append(((..., index, slice(None), slice(None), *target), (..., *at)))
+
+    def shift(x: Tensor) -> Tensor:
+        shifted = buffer[: len(x)]
+        for target, at in moves:
+            shifted[target] = x[at]
+        return shifted.view(-1, offsets * channels, size)
+
+    return shift
+
+
+def _overlap(correlation: "Correlation", axis: int, delta: int, gradient: bool) -> tuple[slice, slice]:
+    """Where on one axis an offset leaves source and target in view of each other: (target, source)."""
+    before = correlation.pads[-2 - 2 * axis] if correlation.padded_by_zeros else 0
+    size, stride = correlation.positions_read[axis], correlation.stride[axis]
+    out = correlation.gradient.shape[2 + axis]
+    if correlation.split[axis] != gradient:  # this axis shifts the other side: taken as it is
+        whole = slice(0, size if correlation.split[axis] else out)
+        return whole, whole
+    shift = delta * correlation.dilation[axis] - before
+    if gradient:  # g_{p−δ} at each position p of the input
+        low, high = max(0, shift), min(size, out + shift)
+        return slice(low, high), slice(low - shift, high - shift)
+    low, high = max(0, -(shift // stride)), min(out, (size - 1 - shift) // stride + 1)
+    return slice(low, high), slice(low * stride + shift, (high - 1) * stride + shift + 1, stride)

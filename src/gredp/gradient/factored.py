@@ -1,0 +1,227 @@
+"""Per-sample gradients of linear, block-circulant and embedding layers, stored as their factors.
+
+Letters: b record, o output, i input, t position, k frequency, p and q blocks.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gredp.gradient.norms import (
+    GRAM_ROUNDING,
+    KEPT,
+    as_double_if_long,
+    normalize_rows,
+    parts,
+    squares,
+)
+from gredp.gradient.per_sample import Buffer, Dense, PerSampleGradient
+from gredp.spectrum import grid_energy, half_fft, half_ifft, square_modulus, whole_energy
+
+
+@dataclass(frozen=True)
+class Outer(PerSampleGradient):
+    """A linear layer: Σ_t left_t ⊗ right_t. Frequencies are those of the input axis."""
+
+    left: Tensor  # [b, t, o]
+    right: Tensor  # [b, t, i]
+    grid_axes: int = 1
+
+    @property
+    def batch(self) -> int:
+        return self.left.shape[0]
+
+    def dense(self) -> Tensor:
+        return torch.bmm(self.left.transpose(1, 2), self.right)
+
+    def compact(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
+        """Of a sequence, the product itself where it fits: no second one is needed for the sum then."""
+        _, positions, o = self.left.shape
+        i = self.right.shape[2]
+        # Two Gram matrices and the product over all records, against the product and looks at the result.
+        gram = positions * positions * (o + i) / 40 + positions * o * i / 45 + positions * (o + i) / 2
+        if positions == 1 or self.batch * o * i > KEPT or gram < positions * o * i / 40 + 2 * o * i:
+            return self
+        values = (buffer or Buffer()).take((self.batch, o, i), self.left)
+        energies = []
+        for part, chunk in self._chunks(o * i):
+            torch.bmm(chunk.left.transpose(1, 2), chunk.right, out=values[part])
+            if spectral:
+                energies.append(grid_energy(values[part], 1))
+        return Dense(values, 1, torch.cat(energies) if energies else None)
+
+    def squared_norm(self) -> Tensor:
+        positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]
+        if positions == 1:
+            return squares(self.left) * squares(self.right)
+        if positions * (o + i) < o * i:
+            return self._gram_norm()
+        return torch.cat([squares(c.dense()) for _, c in self._chunks(o * i)])
+
+    def _gram_norm(self) -> Tensor:
+        """‖Σ_t l_t r_tᵀ‖² = Σ_ts (l_t·l_s)(r_t·r_s): two Gram matrices instead of the product.
+
+        The sum cancels where positions oppose each other, so an allowance for its rounding comes on
+        top: a norm that came out too small would let a record pass the clip. Both factors are brought
+        to size one first, or the square of a small one could vanish.
+        """
+        sizes, grams = [], []
+        for factor in (self.left, self.right):
+            m, size = normalize_rows(as_double_if_long(factor, self.left.shape[2], self.right.shape[2]))
+            grams.append((m @ m.transpose(1, 2)).flatten(1))
+            sizes.append(size)
+        total = torch.linalg.vecdot(*grams).double().clamp(min=0)
+        margin = (squares(grams[0]) * squares(grams[1])).sqrt() * GRAM_ROUNDING[grams[0].dtype]
+        return (total + margin) * (sizes[0] * sizes[1]).square()
+
+    def norm_bound(self) -> Tensor | None:
+        return None if self.left.shape[1] == 1 else squares(self.left) * squares(self.right)
+
+    def grid_energy(self) -> Tensor:
+        positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]
+        if positions == 1:
+            right = whole_energy(square_modulus(half_fft(self.right[:, 0], 1)), self.right.shape[2:])
+            return squares(self.left)[:, None] * right
+        if positions * (o + i) < o * i:
+            return torch.cat([c._gram_energy() for _, c in self._chunks(positions * (o + 2 * i))])
+        return torch.cat([grid_energy(c.dense(), 1) for _, c in self._chunks(o * i)])
+
+    def _gram_energy(self) -> Tensor:
+        """Σ_ts (l_t·l_s) conj(r̂_t[k]) r̂_s[k] for each k: a Gram matrix and the spectra of the inputs.
+
+        Sums cancel as they do in `_gram_norm`, and get the same kind of allowance.
+        """
+        (left, left_size), (right, right_size) = (
+            normalize_rows(as_double_if_long(factor, self.left.shape[2]))
+            for factor in (self.left, self.right)
+        )
+        gram = left @ left.transpose(1, 2)
+        spectra = half_fft(right, 1)
+        parts = torch.view_as_real(spectra).flatten(2)  # [b, t, half · 2]
+        products = (parts * (gram @ parts)).unflatten(2, (-1, 2))
+        energy = products.sum((1, 3), dtype=torch.float64).clamp(min=0)
+        own = square_modulus(spectra).sum(1)
+        # A transform rounds each coefficient in proportion to all of them, so their mean counts too.
+        margin = squares(gram).sqrt()[:, None] * (own + own.mean(1, keepdim=True))
+        energy = (energy + margin * GRAM_ROUNDING[left.dtype]) * (left_size * right_size).square()[:, None]
+        return whole_energy(energy, self.right.shape[2:])
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        left = self.left * factors[:, None, None]
+        return left.flatten(0, 1).t() @ self.right.flatten(0, 1)
+
+    def merge_views(self, views: int) -> "Outer":
+        """Views are further positions."""
+        return Outer(_join_views(self.left, views), _join_views(self.right, views))
+
+    def _chunks(self, size: int) -> Iterator[tuple[slice, "Outer"]]:
+        for part in parts(self.batch, size):
+            yield part, replace(self, left=self.left[part], right=self.right[part])
+
+
+@dataclass(frozen=True)
+class Circulant(PerSampleGradient):
+    """A block-circulant layer: spectrum √d · Σ_t left_p[k] · conj(right_q[k]) for each block."""
+
+    left: Tensor  # [b, t, p, d], output gradient in blocks
+    right: Tensor  # [b, t, q, d], input in blocks
+    grid_axes: int = 1
+
+    @property
+    def batch(self) -> int:
+        return self.left.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.left.shape[-1]
+
+    def _spectra(self) -> tuple[Tensor, Tensor]:
+        return half_fft(self.left, 1), half_fft(self.right, 1)
+
+    def _product(self) -> Tensor:
+        """`[b, p, q, half]`."""
+        left, right = self._spectra()
+        return torch.einsum("btpk,btqk->bpqk", left, right.conj()) * math.sqrt(self.length)
+
+    def dense(self) -> Tensor:
+        return half_ifft(self._product(), 1, self.length)
+
+    def merge_views(self, views: int) -> "Circulant":
+        return Circulant(_join_views(self.left, views), _join_views(self.right, views))
+
+    def squared_norm(self) -> Tensor:
+        return self.grid_energy().sum(1)
+
+    def allowance(self, transforms: int, size: int) -> float:
+        return super().allowance(2, self.length)
+
+    def norm_bound(self) -> Tensor:
+        return squares(self.left) * squares(self.right) * self.length
+
+    def grid_energy(self) -> Tensor:
+        if self.left.shape[1] != 1:
+            size = self.left.shape[2] * self.right.shape[2] * self.length
+            chunks = (
+                replace(self, left=self.left[part], right=self.right[part])
+                for part in parts(self.batch, size)
+            )
+            energy = torch.cat([square_modulus(chunk._product()).sum((1, 2)) for chunk in chunks])
+            return whole_energy(energy, (self.length,))
+        # Parseval: the sums over blocks part, so O(p + q) instead of O(pq) for each frequency
+        left, right = (square_modulus(m).sum((1, 2)) for m in self._spectra())
+        return whole_energy(left * right * self.length, (self.length,))
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        left, right = self._spectra()
+        left = (left * factors[:, None, None, None]).flatten(0, 1)
+        product = left.permute(2, 1, 0) @ right.conj().flatten(0, 1).permute(2, 0, 1)  # [k, p, q]
+        return half_ifft(product.permute(1, 2, 0) * math.sqrt(self.length), 1, self.length)
+
+
+@dataclass(frozen=True)
+class Lookup(PerSampleGradient):
+    """An embedding: row ids_t of the table receives gradient_t."""
+
+    ids: Tensor  # [b, t]
+    gradient: Tensor  # [b, t, i], zero at the padding index
+    rows: int
+    grid_axes: int = 1
+    distinct: bool = False  # whether at most one position of a row is not zero
+
+    @property
+    def batch(self) -> int:
+        return self.ids.shape[0]
+
+    def dense(self) -> Tensor:
+        b, t, i = self.gradient.shape
+        out = self.gradient.new_zeros(b, self.rows, i)
+        return out.scatter_add_(1, self.ids[..., None].expand(b, t, i), self.gradient)
+
+    def merge_views(self, views: int) -> "Lookup":
+        ids, gradient = _join_views(self.ids, views), _join_views(self.gradient, views)
+        return Lookup(ids, gradient, self.rows)
+
+    def compact(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
+        """Positions with the same row added up at the first of them, after which every row stands alone."""
+        same = self.ids[:, :, None] == self.ids[:, None, :]
+        first = ~same.tril(-1).any(2, keepdim=True)
+        return replace(self, gradient=(same & first).to(self.gradient) @ self.gradient, distinct=True)
+
+    def squared_norm(self) -> Tensor:
+        return squares(self.gradient) if self.distinct else self.compact(False).squared_norm()
+
+    def grid_energy(self) -> Tensor:
+        return grid_energy(self.gradient, 1) if self.distinct else self.compact(True).grid_energy()
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        values = (self.gradient * factors[:, None, None]).flatten(0, 1)
+        out = values.new_zeros(self.rows, values.shape[1])
+        return out.index_add_(0, self.ids.flatten(), values)
+
+
+def _join_views(rows: Tensor, views: int) -> Tensor:
+    """`[b · views, t, *]` → `[b, views · t, *]`."""
+    return rows.reshape(rows.shape[0] // views, views * rows.shape[1], *rows.shape[2:])
