@@ -13,23 +13,23 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
+from gredp.budget import Sampling, noise_multiplier
 from gredp.distributed import model_number, rank, refuse_differences, run_on_rank_zero, share_weights
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.gradient.units import blocks, padded_blocks
+from gredp.guarantee import Guarantee
 from gredp.mechanisms import Mechanism, mechanism
 from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.plan import Needs, positive_norm
 from gredp.mechanisms.registry import noise_scale
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
-from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
-from gredp.privacy.choose_bands import choose_bands
 from gredp.privacy.ledger import Entry, Ledger
-from gredp.privacy.paper_claims import claimed_epsilon, claimed_sigma
+from gredp.privacy.paper_claims import claimed_epsilon
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret, Split
 from gredp.request_checks import (
@@ -48,7 +48,7 @@ from gredp.sampling import (
 from gredp.sampling.same_records import refuse_other_records
 from gredp.storage.checkpoint import contract, model_tensors, restore, write_checkpoint
 from gredp.storage.run_folder import Checkpoint, RunFolder
-from gredp.summary import Summary, guarantee_rows, html_table, summarise
+from gredp.summary import Summary, html_table, summarise
 from gredp.validation import validate
 
 
@@ -227,7 +227,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         views: int = 1,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
-        correlation_bands: int | str = 1,
+        correlation_bands: int = 1,
         allow_large_delta: bool = False,
         **settings: Any,
     ) -> Any:
@@ -236,8 +236,7 @@ class PrivacyEngine:
         Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`, what this engine has spent
         before included; steps beyond those epochs are charged on top. With a `noise_schedule`, z is the
         common factor of its stages. Under `claim="paper"` σ is what the paper's experiments would take, and
-        the proven ε is larger. `correlation_bands="auto"` takes the number that leaves the least noise on the
-        iterates of SGD with the optimiser's momentum, by the accountant alone (`gredp.privacy.choose_bands`).
+        the proven ε is larger.
 
         A `target_delta` of 1/records or more is refused unless `allow_large_delta`, and warned of from a
         tenth of it on; with a stated `sample_rate`, records are batch_size/sample_rate.
@@ -248,28 +247,21 @@ class PrivacyEngine:
         loader = poisson_loader(data_loader, sample_rate, self.secret, views)
         sampler = loader.batch_sampler
         assert isinstance(sampler, PoissonBatchSampler)
-        steps, spent = int(epochs) * sampler.steps, self.ledger.entries
         plain = settings.get("method") == "plain"
         if not plain:
             check_delta_for(target_delta, sampler.expected / sampler.sample_rate, allow_large_delta)
-        schedule = checked_schedule(noise_schedule, correlation_bands)
-        if correlation_bands == "auto":
-            momentum = optimizer.param_groups[0].get("momentum", 0.0)
-            correlation_bands = choose_bands(
-                target_epsilon, target_delta, sampler.sample_rate, steps, momentum, spent
-            )
-        bands = whole_bands(correlation_bands)
-        rate = check_bands(bands, sampler.sample_rate)
-        if claim == "paper" and not schedule.constant:
-            raise GredpError("the paper's noise is the same in every step: schedule it under claim 'proven'")
-        if plain:
-            multiplier = 0.0
-        elif claim == "paper":
-            multiplier = claimed_sigma(target_epsilon, target_delta, sampler.sample_rate, steps)
-        else:
-            rounds = -(-steps // bands)
-            multiplier = calibrate(
-                target_epsilon, target_delta, rate, rounds, self.accountant.name, spent, schedule
+        schedule, bands = checked_schedule(noise_schedule, correlation_bands), whole_bands(correlation_bands)
+        sampling = Sampling(sampler.sample_rate, int(epochs) * sampler.steps, bands)
+        multiplier = 0.0
+        if not plain:
+            multiplier = noise_multiplier(
+                target_epsilon,
+                target_delta,
+                sampling,
+                claim=claim,
+                accountant=self.accountant.name,
+                spent=self.ledger.entries,
+                schedule=schedule,
             )
         self.target_delta = target_delta
         return self.make_private(
@@ -307,25 +299,16 @@ class PrivacyEngine:
         further = self._private()[1].cost(further_steps)
         return epsilon((*self.ledger.entries, *further), delta, self.accountant.name)
 
-    def guarantee(self, delta: float, further_steps: int = 0) -> dict[str, Any]:
-        """What holds now, or would after `further_steps` more: proven ε, and the claimed one beside it.
-
-        With correlation bands, `sample_rate` is that of the part whose turn it is.
-        """
+    def guarantee(self, delta: float, further_steps: int = 0) -> Guarantee:
+        """What holds now, or would after `further_steps` more: proven ε, and the claimed one beside it."""
         _, optimizer = self._private()
-        entries = (*self.ledger.entries, *optimizer.cost(further_steps))
-        return {
-            "proven_epsilon": self.get_epsilon(delta, further_steps),
-            "claimed_epsilon": claimed_epsilon(entries, delta),
-            "noise_multiplier": optimizer.noise_multiplier,
-            "sigma": optimizer.sigma,
-            "delta": delta,
-            "accountant": self.accountant.name,
-            "steps": self.ledger.steps + further_steps,
-            "sample_rate": optimizer.sample_rate,
-            "correlation_bands": optimizer.bands,
-            "neighbours": "add or remove one record",
-        }
+        return Guarantee.of(
+            (*self.ledger.entries, *optimizer.cost(further_steps)),
+            delta,
+            step=optimizer.one_step,
+            sigma=optimizer.sigma,
+            accountant=self.accountant.name,
+        )
 
     def get_claimed_epsilon(self, delta: float) -> float | None:
         """What the paper would report for the same run; None where it makes no claim."""
@@ -490,7 +473,7 @@ class PrivacyEngine:
     def _shown(self) -> list[tuple[str, str]]:
         if self._optimizer is None:
             return [("nothing spent", "make_private comes first")]
-        rows = guarantee_rows(self.guarantee(self.target_delta or 1e-5))
+        rows = self.guarantee(self.target_delta or 1e-5).rows()
         assert self._loader is not None
         seeded = self.secret.insecure or self._loader.generator is not None
         if seeded or not isinstance(self._optimizer.private_step.source, SecretSource):

@@ -125,6 +125,11 @@ class PrivateOptimizer(Optimizer):
         )
 
     @property
+    def one_step(self) -> Entry:
+        """What a step is charged; where the noise is scheduled, at factor 1."""
+        return Entry(self.noise_multiplier, self.sample_rate, 1, self.claimed_multiplier, *self._turns)
+
+    @property
     def _turns(self) -> tuple[int, str]:
         return (1, "") if self.split is None else (self.split.parts, self.split.name)
 

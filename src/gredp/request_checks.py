@@ -18,7 +18,7 @@ GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew", "ghost")
 
 def whole_bands(bands: int | str) -> int:
     if not isinstance(bands, int | float) or not float(bands).is_integer():
-        hint = ": a number is chosen for a target epsilon only" if bands == "auto" else ""
+        hint = ": 'auto' lost accuracy where it acted, and is gone" if bands == "auto" else ""
         raise GredpError(f"correlation_bands must be a whole number, not {bands!r}{hint}")
     return int(bands)
 

@@ -14,7 +14,6 @@ from gredp.gradient.per_sample import PerSampleGradient
 from gredp.gradient.rules import full_precision
 from gredp.gradient.units import Unit, find_units
 from gredp.mechanisms.plan import Needs
-from gredp.privacy.accountant import in_turns, round_up
 
 
 @dataclass(frozen=True)
@@ -144,22 +143,6 @@ def held_bytes(gradients: Sequence[PerSampleGradient]) -> int:
                 place = value.untyped_storage()._cdata
                 held[place] = max(held.get(place, 0), value.nbytes)
     return sum(held.values())
-
-
-def guarantee_rows(guarantee: dict[str, Any]) -> list[tuple[str, str]]:
-    """The proven ε first; the claimed one never alone."""
-    turns = in_turns(guarantee["correlation_bands"])
-    rows = [
-        ("proven", f"ε = {round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']:g}"),
-        ("neighbours", guarantee["neighbours"]),
-        ("spent by", f"{guarantee['steps']} steps at sampling rate {guarantee['sample_rate']:.4g}{turns}"),
-        ("noise multiplier z", f"{guarantee['noise_multiplier']:.4f}"),
-        ("accountant", guarantee["accountant"]),
-    ]
-    claimed = guarantee["claimed_epsilon"]
-    if claimed is not None:
-        rows.insert(1, ("claimed (paper)", f"ε = {round_up(claimed)} for the same noise"))
-    return rows
 
 
 def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:

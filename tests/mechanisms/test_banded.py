@@ -15,7 +15,6 @@ from gredp.mechanisms import mechanism
 from gredp.mechanisms.banded import check_bands, coefficients
 from gredp.privacy.accountant import deltas
 from gredp.privacy.certificate import Block
-from gredp.privacy.choose_bands import choose_bands, iterate_error
 from gredp.privacy.ledger import Entry
 from oracles import band_matrix, dft, largest_sensitivity, participations
 from worlds import MECHANISMS, make_private, records
@@ -244,31 +243,9 @@ def test_longer_columns_would_be_certified_as_such():
         (lambda: mechanism("dpsgd", correlation_bands=0), "positive whole number, not 0"),
         (lambda: mechanism("dpsgd", correlation_bands=-3), "positive whole number, not -3"),
         (lambda: check_bands(4, 0.3), r"4 correlation bands .* 0.3 .* 1.2: take at most 3 bands"),
-        (lambda: choose_bands(2.0, 1e-5, 0.1, 10, momentum=1.0), r"momentum in \[0, 1\), not 1.0"),
     ],
 )
 def test_what_has_no_certificate_is_refused(call, words):
     with pytest.raises(GredpError, match=words) as error:
         call()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("bands", [1, 3, 8])
-def test_the_error_of_iterates_is_that_of_dense_matrices(bands, momentum):
-    steps = 30
-    ones = torch.ones(steps, steps, dtype=torch.float64).tril()
-    powers = [[momentum ** (t - s) if s <= t else 0.0 for s in range(steps)] for t in range(steps)]
-    decay = torch.tensor(powers, dtype=torch.float64)
-    dense = ones @ decay @ torch.linalg.inv(band_matrix(bands, steps))
-    assert math.isclose(
-        iterate_error(bands, steps, momentum), float(dense.norm()) / math.sqrt(steps), rel_tol=1e-9
-    )
-
-
-@pytest.mark.slow
-def test_bands_pay_at_a_large_epsilon_and_few_epochs_only():
-    """As the literature says; and what is chosen is allowed."""
-    assert choose_bands(0.5, 1e-5, 0.2, 100) == 1
-    assert choose_bands(8.0, 1e-5, 0.1, 20, momentum=0.9) == 8
-    assert choose_bands(8.0, 1e-5, 1.0, 5) == 1

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from gredp.budget import Sampling, noise_multiplier
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import check_delta_for, epsilon, round_up
-from gredp.privacy.calibrate import calibrate
 from gredp.privacy.ledger import Entry
 from gredp.sampling import PoissonBatchSampler, poisson_loader
 
@@ -76,9 +76,9 @@ class Budget:
         multiplier, spent = self.noise_multiplier, self.engine.ledger.entries
         if multiplier is None:
             assert self.target_epsilon is not None
-            name = self.engine.accountant.name
-            multiplier = calibrate(
-                self.target_epsilon, self.delta, sampler.sample_rate, self.steps, name, spent
+            sampling, name = Sampling(sampler.sample_rate, self.steps), self.engine.accountant.name
+            multiplier = noise_multiplier(
+                self.target_epsilon, self.delta, sampling, accountant=name, spent=spent
             )
         _, private, _ = self.engine.make_private(
             module=module,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from gredp.app.account import AccountSettings, run_account
 from gredp.app.audit import AuditSettings, run_audit
 from gredp.app.compare import CompareSettings, run_compare
 from gredp.app.merge_settings import named, resolved
@@ -21,40 +22,12 @@ from gredp.app.settings import FILE, TrainSettings, saved_settings
 from gredp.app.signals import Stopped, handled_by, stop_now
 from gredp.app.tune import TuneSettings
 from gredp.errors import GredpError, PeerFailed
-from gredp.mechanisms.registry import Claim, Method, Noise
 from gredp.paper.command import ReproduceSettings, run_reproduce
-from gredp.privacy.accountant import AccountantName, delta_times, in_turns, round_up
+from gredp.privacy.accountant import AccountantName, in_turns, round_up
 from gredp.storage.files import one_line
 
 if TYPE_CHECKING:
     from gredp.app.train import Run
-
-
-@dataclass(frozen=True)
-class AccountSettings:
-    """What a run would cost: from σ its proven and claimed ε, or from a target ε the σ that it needs."""
-
-    method: Method = "gredp"
-    noise: Noise = "white"
-    claim: Claim = "proven"
-    """proven: a target ε is a true one. paper: σ as the paper takes it for that ε, and its true cost"""
-    sigma: float | None = None
-    """the mechanism's noise scale"""
-    epsilon: float | None = None
-    """target; give this or --sigma"""
-    delta: float = 1e-5
-    allow_large_delta: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """take a --delta of one in the number of records or more, at which ε says little"""
-    batch_size: int = 500
-    records: int = 60_000
-    epochs: int = 30
-    layers: int = 1
-    """layers that are each clipped to the same norm, as in the paper's Algorithm 2; 1 is flat clipping"""
-    bands: int | Literal["auto"] = 1
-    """steps over which noise is correlated, as --correlation-bands of train; auto assumes momentum 0.9"""
-    accountant: AccountantName = "pld"
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """print one JSON object instead of a table"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +102,7 @@ def run_train(settings: TrainSettings) -> None:
         run = train(settings)
         if not run.record:  # one of several processes, not the first
             return
-        result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
+        result = dict(run.record["guarantee"])
         result |= {settings.judged_by: run.record[settings.judged_by], "run": str(run.folder)}
         _try_report(run)
         print(dumps(result))
@@ -165,37 +138,9 @@ def run_tune(settings: TuneSettings) -> None:
     if not settings.json:
         show_run(run)
         return
-    result = {k: v for k, v in run.record["guarantee"].items() if k != "neighbours"}
+    result = dict(run.record["guarantee"])
     result |= {"test_accuracy": run.record["test_accuracy"], "run": str(run.folder)}
     print(dumps(result | {"chosen": run.record["tuning"]["chosen"]}))
-
-
-def run_account(settings: AccountSettings) -> None:
-    from gredp.privacy.quote import quote
-
-    result = quote(
-        method=settings.method,
-        noise=settings.noise,
-        claim=settings.claim,
-        sigma=settings.sigma,
-        target_epsilon=settings.epsilon,
-        delta=settings.delta,
-        batch_size=settings.batch_size,
-        records=settings.records,
-        epochs=settings.epochs,
-        layers=settings.layers,
-        accountant=settings.accountant,
-        bands=settings.bands,
-        allow_large_delta=settings.allow_large_delta,
-    )
-    if settings.json:
-        from gredp.storage.record import dumps
-
-        print(dumps(result))
-        return
-    from gredp.app.console import table
-
-    table(f"{settings.method}, claim {settings.claim}", account_rows(result, settings.records))
 
 
 def run_ledger(settings: LedgerSettings) -> None:
@@ -252,21 +197,6 @@ def run_data(settings: DataSettings) -> None:
         return
     shown = [(row["name"], row["state"], row["path"] or "–") for row in rows]
     table("data sets", shown, ("name", "state", "file"))
-
-
-def account_rows(result: dict[str, Any], records: int) -> list[tuple[str, str]]:
-    """The proven ε first; the claimed one never alone."""
-    claimed = result["claimed_epsilon"]
-    return [
-        ("proven ε", f"{round_up(result['proven_epsilon'])} at δ = {result['delta']}"),
-        ("claimed ε (paper)", "none" if claimed is None else f"{round_up(claimed)}"),
-        ("δ × records", delta_times(result["delta"], records)),
-        ("accountant", result["accountant"]),
-        ("noise multiplier z", f"{result['noise_multiplier']:.4f}"),
-        ("noise scale σ", f"{result['sigma']:.4f}"),
-        ("steps", str(result["steps"])),
-        ("sampling rate", f"{result['sample_rate']:.6g}{in_turns(result['correlation_bands'])}"),
-    ]
 
 
 def main(arguments: list[str] | None = None) -> None:

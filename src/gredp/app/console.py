@@ -17,7 +17,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from gredp.privacy.accountant import delta_times, in_turns, round_up
+from gredp.guarantee import Guarantee
+from gredp.privacy.accountant import delta_times, round_up
 
 if TYPE_CHECKING:
     from gredp.app.train import Run
@@ -79,18 +80,13 @@ def table(title: str, rows: Sequence[tuple[str, ...]], header: Sequence[str] = (
 
 def show_run(run: "Run", report: Path | None = None) -> None:
     """Accuracy and what it cost; the proven ε before the claimed one."""
-    record, guarantee = run.record, run.record["guarantee"]
-    settings, claimed = record["settings"], guarantee["claimed_epsilon"]
+    record, settings = run.record, run.record["settings"]
+    guarantee = Guarantee.from_json(record["guarantee"])
     judged_by = "test_accuracy" if "test_accuracy" in record else "validation_accuracy"
-    turns = in_turns(guarantee.get("correlation_bands", 1))
     rows = [
         (judged_by.replace("_", " "), f"{100 * record[judged_by]:.2f} %"),
-        ("proven ε", f"{round_up(guarantee['proven_epsilon'])} at δ = {guarantee['delta']}"),
-        ("claimed ε (paper)", "none" if claimed is None else f"{round_up(claimed)} for the same noise"),
-        ("δ × records", delta_times(guarantee["delta"], record["data"]["records"])),
-        ("accountant", guarantee["accountant"]),
-        ("noise multiplier z", f"{guarantee['noise_multiplier']:.4f}"),
-        ("steps", f"{guarantee['steps']} at sampling rate {guarantee['sample_rate']:.4g}{turns}"),
+        *guarantee.rows(),
+        ("δ × records", delta_times(guarantee.delta, record["data"]["records"])),
         ("run", str(run.folder)),
     ]
     if report is not None:

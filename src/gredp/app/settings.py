@@ -79,9 +79,8 @@ class TrainSettings:
     clip_norm: float = 1.0
     clipping: str | None = None
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
-    correlation_bands: int | Literal["auto"] = 1
-    """steps over which noise is correlated, and parts of the records that take turns; 1: independent noise.
-    auto: the number that leaves least noise on the iterates, by the accountant, before training"""
+    correlation_bands: int = 1
+    """steps over which noise is correlated, and parts of the records that take turns; 1: independent"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
     noise_schedule: float = 1.0
@@ -177,7 +176,7 @@ class TrainSettings:
 
     def check(self) -> None:
         """Refuse what can be refused without data."""
-        bands = 2 if self.correlation_bands == "auto" else self.correlation_bands
+        bands = self.correlation_bands
         chosen = mechanism(self.method, self.noise, self.claim, self.clipping, bands, **self.options())
         check_delta(self.delta)
         check_trackers(self.track)

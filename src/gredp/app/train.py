@@ -182,7 +182,9 @@ def _start(session: Session, tracked: Several) -> tuple[None, bytes]:
     tracked.join(make_trackers(session.settings.track, session.folder))
     if tracked:  # what the whole run will cost takes an accountant's time
         left = session.steps - session.charged
-        tracked.start(session.settings.kept(), session.engine.guarantee(session.settings.delta, left))
+        tracked.start(
+            session.settings.kept(), session.engine.guarantee(session.settings.delta, left).to_json()
+        )
     return None, b""
 
 
@@ -399,7 +401,7 @@ def _finish(session: Session, head: dict[str, Any]) -> Run:
         "data": describe_data(session.data, session.front),
         "processes": world_size(),
         "parameters": sum(p.numel() for p in session.model.parameters()),
-        "guarantee": engine.guarantee(settings.delta),
+        "guarantee": engine.guarantee(settings.delta).to_json(),
         "certificate": describe(private.certificate),
         "normalisation": session.query,
         "ledger": engine.ledger.to_json(),
