@@ -1,6 +1,8 @@
 """What README and docs say is so: links lead somewhere, code runs, commands run or are understood."""
 
 import ast
+import doctest
+import importlib
 import re
 import shlex
 import subprocess
@@ -244,3 +246,14 @@ def test_the_site_is_built_without_warnings_and_needs_no_other(tmp_path):
         assert shown in pages
         assert f'href="{shown}' in pages["theory.html"], f"{page.name} is not in the navigation"
     assert "make_private_with_epsilon" in pages["reference.html"]
+
+
+EXAMPLES = [p for p in sorted((ROOT / "src" / "gredp").rglob("*.py")) if ">>> " in p.read_text()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_examples_in_docstrings_print_what_they_say(path):
+    name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried
+    assert not failed

@@ -21,7 +21,7 @@ class Guarantee(Mapping[str, Any]):
 
     >>> spent = (Entry(noise_multiplier=1.0, sample_rate=0.01, steps=1000, claimed_multiplier=1.4),)
     >>> print(Guarantee.of(spent, 1e-5, step=spent[0], sigma=1.4))
-    proven (ε = 2.1013, δ = 1e-05)-DP, add or remove one record; the paper would claim ε = 1.3137
+    proven (ε = 1.8283, δ = 1e-05)-DP, add or remove one record; the paper would claim ε = 1.1222
     """
 
     proven_epsilon: float
@@ -68,9 +68,15 @@ class Guarantee(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(fields(self))
 
+    @property
+    def _contested(self) -> float | None:
+        """The claimed ε, where it says more than is proven."""
+        claimed = self.claimed_epsilon
+        return None if claimed is None or claimed >= self.proven_epsilon else claimed
+
     def rows(self) -> list[tuple[str, str]]:
         """For a table, the proven ε first."""
-        claimed = self.claimed_epsilon
+        claimed = self._contested
         return [
             ("proven ε", f"{round_up(self.proven_epsilon)} at δ = {self.delta:g}, {self.neighbors}"),
             *([] if claimed is None else [("claimed ε (paper)", f"{round_up(claimed)} for the same noise")]),
@@ -84,7 +90,7 @@ class Guarantee(Mapping[str, Any]):
         ]
 
     def __str__(self) -> str:
-        claimed = self.claimed_epsilon
+        claimed = self._contested
         paper = "" if claimed is None else f"; the paper would claim ε = {round_up(claimed)}"
         return f"proven (ε = {round_up(self.proven_epsilon)}, δ = {self.delta:g})-DP, {self.neighbors}{paper}"
 

@@ -26,6 +26,7 @@ KEYS = {
     "steps",
     "sample_rate",
     "correlation_bands",
+    "neighbors",
 }
 QUICK = ["--epochs", "1", "--accountant", "rdp"]
 
