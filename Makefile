@@ -48,7 +48,7 @@ audit: $(VENV)/.dev
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cli]'
 	touch $@
 
 # What tests, checks, docs and benchmarks need beyond it, other trainers and trackers among them.

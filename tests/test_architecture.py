@@ -68,6 +68,42 @@ def test_rail_b_runs_without_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+OF_THE_COMMAND_LINE = ["sklearn", "tyro", "typeguard", "rich", "matplotlib", "PIL", "jinja2"]
+WITHOUT_THEM = f"import sys; sys.modules.update(dict.fromkeys({OF_THE_COMMAND_LINE}))
+"
+
+
+def test_the_library_trains_without_what_the_command_line_needs():
+    code = """
+import torch, gredp
+from torch.utils.data import DataLoader, TensorDataset
+
+for name in gredp.__all__:
+    getattr(gredp, name)
+model = torch.nn.Linear(3, 2)
+engine = gredp.PrivacyEngine()
+model, optimizer, loader = engine.make_private_with_epsilon(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epochs=1,
+    data_loader=DataLoader(TensorDataset(torch.randn(20, 3), torch.zeros(20).long()), batch_size=5),
+    target_epsilon=2.0, target_delta=1e-5, max_grad_norm=1.0,
+)
+for x, y in loader:
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+print(engine)
+"""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THEM + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "proven" in done.stdout
+
+
+def test_the_command_line_says_in_one_line_what_it_needs():
+    code = WITHOUT_THEM + "from gredp.__main__ import main; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "gredp: the command line needs tyro: pip install 'gredp[cli]'\n"
+
+
 @pytest.mark.parametrize("path", [*below("gradient"), SOURCE / "spectrum.py"], ids=lambda p: p.stem)
 def test_rail_a_computes_no_epsilon(path):
     allowed = {"gredp.privacy.certificate", "gredp.privacy.certificate.Block"}
