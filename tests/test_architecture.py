@@ -69,8 +69,7 @@ def test_rail_b_runs_without_torch():
 
 
 OF_THE_COMMAND_LINE = ["sklearn", "tyro", "typeguard", "rich", "matplotlib", "PIL", "jinja2"]
-WITHOUT_THEM = f"import sys; sys.modules.update(dict.fromkeys({OF_THE_COMMAND_LINE}))
-"
+WITHOUT_THEM = f"import sys; sys.modules.update(dict.fromkeys({OF_THE_COMMAND_LINE}));"
 
 
 def test_the_library_trains_without_what_the_command_line_needs():
