@@ -12,10 +12,9 @@ correlated noise count as the mechanisms that one record can take part in (docs/
 | otherwise | Rényi orders ("rdp"); the smaller of these and privacy-loss distributions ("pld") |
 
 Error bound. Whatever rounding may have taken from a result is added to it. `_divergences` states the
-allowance of Rényi orders, which are dp-accounting's; `loss_distribution` states that of loss distributions
-(their profile, their masses, the Fourier transform that adds them up) and counts it against δ: ε is the least
-with δ(ε) + allowance ≤ δ. For up to 10⁶ steps and δ ≥ 1e-9 it moves ε by less than 1e-5 of itself; for less
-it may be some percent where rare large losses prevail (a rate of 1e-4 at z = 1).
+allowance of Rényi orders; `loss_distribution` derives that of loss distributions, and counts it against δ: ε
+is the least with δ(ε) + allowance ≤ δ. For up to 10⁶ steps and δ ≥ 1e-9 that moves ε by less than 1e-4 of
+itself; below, by more where rare large losses prevail (a rate of 1e-4 at z = 1).
 """
 
 import math
@@ -30,6 +29,8 @@ from gredp.errors import GredpError
 from gredp.privacy.ledger import Entry, Ledger, mechanisms
 
 AccountantName = Literal["pld", "rdp"]
+#: (multiplier, rate, steps)
+Spent = tuple[tuple[float, float, int], ...]
 
 #: sensitivity in noise deviations beyond which ε is bounded by μ²/2 + μ√(2 ln 1/δ) alone
 LARGEST_MU = 1e5
@@ -37,6 +38,8 @@ LARGEST_MU = 1e5
 LARGEST_PLD = 1e6
 #: δ times records from which a run is warned
 LARGE_DELTA = 0.1
+#: of a curve: the least of these bounds counts
+TILTS = (0.05, 1.0, 8.0)
 ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 96, 128, 192, 256, 384, 512, 1024)
 
 
@@ -112,13 +115,18 @@ def deltas(
         mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
         return [_gaussian_delta(mu, eps) for eps in epsilons]
     if accountant == "pld":
-        return _pld_deltas(spent, epsilons)
+        from gredp.privacy.loss_distribution import Tilted, both_ways
+
+        tilted = [[Tilted(parts, t) for t in TILTS] for parts in both_ways(spent, 1e-3, -100.0)]
+        return [max(min(t.delta(eps) for t in one) for one in tilted) for eps in epsilons]
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
     divergences = _divergences(spent)
-    return [_rdp_delta(divergences, eps) for eps in epsilons]
+    return [float(compute_delta(ORDERS, divergences, eps)[0]) for eps in epsilons]
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
+def _epsilon(spent: Spent, delta: float, accountant: str) -> float:
     mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
     if mu > LARGEST_MU:
         # Sampling only helps, and so does the exact profile; neither has digits to show this far out.
@@ -134,9 +142,11 @@ def _epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, accounta
 
 
 def _gaussian_delta(mu: float, eps: float) -> float:
-    from gredp.privacy.loss_distribution import gaussian_delta
+    """The profile of a Gaussian mechanism with sensitivity μ, and the rounding of its two terms on top."""
+    from scipy.stats import norm
 
-    return float(gaussian_delta(mu, eps))
+    first = float(norm.cdf(mu / 2 - eps / mu))
+    return first * (1 + 1e-14 * (1 + eps)) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu))
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -153,64 +163,43 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     return root + 1e-9 * (1 + root)
 
 
-def _rdp_epsilon(spent: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    """The least over the orders of Proposition 12 of Canonne et al. 2020; 0 where δ² ≥ 1 − e^−KL."""
+def _rdp_epsilon(spent: Spent, delta: float) -> float:
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
-    def at(order: float, divergence: float) -> float:
-        if delta**2 + math.expm1(-divergence) > 0:
-            return 0.0
-        return divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
-
-    return max(0.0, min(at(*pair) for pair in _divergences(spent)))
+    return float(compute_epsilon(ORDERS, _divergences(spent), delta)[0])
 
 
-def _rdp_delta(divergences: list[tuple[float, float]], eps: float) -> float:
-    def at(order: float, divergence: float) -> float:
-        exponent = (order - 1) * (divergence - eps + math.log1p(-1 / order)) - math.log(order)
-        return min(math.sqrt(-math.expm1(-divergence)), math.exp(min(exponent, 0)))
-
-    return min(at(*pair) for pair in divergences)
-
-
-def _divergences(spent: tuple[tuple[float, float, int], ...]) -> list[tuple[float, float]]:
-    """(order, Rényi divergence of all steps), never below the exact ones.
+def _divergences(spent: Spent) -> list[float]:
+    """The Rényi divergence of all steps at each order, never below the exact one.
 
     dp-accounting takes the logarithm of a sum that is 1 but for what was spent: divergences near 1e-16 come
-    out as rounding, and negative ones it counts as ε = 0. The allowance: logarithms of binomials and powers,
-    whose sizes are known, each off by a few units in the last place, and 1e-12 for the series of orders that
-    are not whole, which it ends at e^−30 of its sum.
+    out as rounding, and negative ones it counts as ε = 0. Hence the allowance for each sampled step: terms
+    are exponentials of up to 2·10⁴ (log-binomials of 1,024, powers of a rate of 1e-6), off by 8 units in the
+    last place, and the series is ended at e^−30 of its sum.
     """
     from dp_accounting import dp_event, rdp
 
     accountant = rdp.RdpAccountant(ORDERS)
-    slack = [0.0] * len(ORDERS)
     with _quiet():
         for z, q, n in spent:
             event = dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z))
             accountant.compose(dp_event.SelfComposedDpEvent(event, n))
-            for i, order in enumerate(ORDERS if q < 1 else ()):
-                sizes = 8 + math.lgamma(order + 2) - order * math.log(q) - order * math.log1p(-q)
-                series = 0.0 if order == int(order) else 1e-12
-                slack[i] += n * (8 * sizes * 2.0**-53 + series) / (order - 1)
-    return [(a, max(0.0, float(r)) + s) for a, r, s in zip(ORDERS, accountant.rdp, slack)]
+    allowance = 2e-11 * sum(n for _, q, n in spent if q < 1)
+    return [max(0.0, float(r)) + allowance / (a - 1) for a, r in zip(ORDERS, accountant.rdp)]
 
 
-def _pld_epsilon(spent: tuple[tuple[float, float, int], ...], delta: float, scale: float) -> float:
-    from gredp.privacy.loss_distribution import Losses
+def _pld_epsilon(spent: Spent, delta: float, scale: float) -> float:
+    from gredp.privacy.loss_distribution import both_ways, least_epsilon
 
     # The rounding of losses is pessimistic at any width, so the width is a matter of cost alone:
     # relative to ε (in powers of two, so that neighbouring calls share it) it keeps the work bounded
     # for a huge ε and the bound tight for a tiny one.
     width = 2.0 ** math.floor(math.log2(max(scale * 1e-4, 1e-7)))
     log_tail = math.log(delta) - math.log(sum(n for _, _, n in spent)) - 20
-    return max(Losses(spent, width, log_tail, adding).epsilon(delta) for adding in (False, True))
-
-
-def _pld_deltas(spent: tuple[tuple[float, float, int], ...], epsilons: list[float]) -> list[float]:
-    from gredp.privacy.loss_distribution import Losses
-
-    both = [Losses(spent, 1e-3, -100.0, adding) for adding in (False, True)]
-    return [max(found) for found in zip(*(losses.curve(epsilons) for losses in both))]
+    try:
+        return max(least_epsilon(parts, delta, scale) for parts in both_ways(spent, width, log_tail))
+    except ValueError:  # of dp-accounting, next to a rate of 1
+        return math.inf
 
 
 @contextmanager
