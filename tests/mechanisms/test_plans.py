@@ -468,7 +468,7 @@ def test_words_select_the_mechanism_and_its_defaults(words, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"method": "dp-sgd"}, "unknown method 'dp-sgd': choose one of plain, dpsgd, spectral_dp, gredp"),
+        ({"method": "dp-sgd"}, "unknown method 'dp-sgd': choose one of dpsgd, gredp, plain, spectral_dp"),
         ({"method": "gredp", "noise": "pink"}, "unknown noise 'pink': choose one of white, real, shaped"),
         ({"method": "gredp", "claim": "hoped"}, "unknown claim 'hoped': choose one of proven, paper"),
         ({"method": "dpsgd", "clipping": "ghost"}, "unknown clipping 'ghost'"),

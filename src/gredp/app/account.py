@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from gredp.mechanisms.registry import Claim, Method, Noise
+from gredp.mechanisms import Claim, MethodName, NoiseName
 from gredp.privacy.accountant import AccountantName, delta_times
 
 
@@ -13,8 +13,8 @@ from gredp.privacy.accountant import AccountantName, delta_times
 class AccountSettings:
     """What a run would cost: from σ its proven and claimed ε, or from a target ε the σ that it needs."""
 
-    method: Method = "gredp"
-    noise: Noise = "white"
+    method: MethodName = "gredp"
+    noise: NoiseName = "white"
     claim: Claim = "proven"
     """proven: a target ε is a true one. paper: σ as the paper takes it for that ε, and its true cost"""
     sigma: float | None = None

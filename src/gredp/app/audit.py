@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from gredp.errors import GredpError
-from gredp.mechanisms.registry import Claim, Method, Noise, mechanism
+from gredp.mechanisms import Claim, MethodName, NoiseName, mechanism
 from gredp.privacy.accountant import check_delta, round_up
 
 REFUTED, UNEXPECTED = 3, 1
@@ -25,8 +25,8 @@ attacks with so many plays found no contradiction, and is no proof."""
 class AuditSettings:
     """Play the attacker against a method, a run or your own code; is the claimed ε refuted?"""
 
-    method: Method = "gredp"
-    noise: Noise = "white"
+    method: MethodName = "gredp"
+    noise: NoiseName = "white"
     claim: Claim = "proven"
     """whose ε is attacked: the proven one, or the paper's for the same noise"""
     clipping: str | None = None

@@ -13,25 +13,22 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from gredp.app.jobs import JUDGED_BY, Bar, command, read_record, run_jobs
 from gredp.app.settings import OF_ONE_START, TrainSettings
 from gredp.errors import GredpError
+from gredp.mechanisms import methods
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Ledger
 from gredp.storage.record import dumps, header, save, undate
 
-Name = Literal["plain", "dpsgd", "spectral-dp", "gredp", "shaped"]
-METHODS: dict[str, dict[str, str]] = {
-    "plain": {"method": "plain", "noise": "white"},
-    "dpsgd": {"method": "dpsgd", "noise": "white"},
-    "spectral-dp": {"method": "spectral_dp", "noise": "white"},
-    "gredp": {"method": "gredp", "noise": "white"},
-    "shaped": {"method": "gredp", "noise": "shaped"},
-}
+if TYPE_CHECKING:
+    Name = str
+else:
+    Name = Literal[*methods()]
 #: what `gredp compare` sets itself, or has no use for
 OWN = (*OF_ONE_START, "method", "noise", "claim", "seed", "insecure_seed")
 LEVEL = 0.05
@@ -83,9 +80,10 @@ class Trial:
 
     @property
     def arguments(self) -> list[str]:
-        told = {**METHODS[self.method], "claim": "proven", "seed": self.seed, **self.told}
+        chosen = methods()[self.method]
+        told = {"method": chosen.method, "noise": chosen.noise, "claim": "proven", "seed": self.seed}
         words = []
-        for key, value in told.items():
+        for key, value in (told | self.told).items():
             option = f"--{key.replace('_', '-')}"
             words += [option] if value is True else [option, str(value)]  # a flag has no value
         return words
@@ -253,8 +251,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6, 1 + 0.5 * len(result["methods"])), layout="constrained")
-        for place, found in enumerate(result["methods"].values()):
-            axes.plot(100 * np.array(found["accuracies"]), [place] * len(found["accuracies"]), "o", alpha=0.4)
+        for place, (name, found) in enumerate(result["methods"].items()):
+            dots = 100 * np.array(found["accuracies"])
+            axes.plot(dots, [place] * len(dots), "o", color=methods()[name].color, alpha=0.4)
             low, high = found["interval"]
             error = [[100 * (found["mean"] - low)], [100 * (high - found["mean"])]]
             axes.errorbar(100 * found["mean"], place + 0.15, xerr=error, fmt="k|", capsize=3)

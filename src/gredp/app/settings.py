@@ -11,8 +11,9 @@ import tyro
 from gredp.app.learning_rate import Schedule
 from gredp.app.trackers import TrackerName, check_trackers
 from gredp.errors import GredpError
+from gredp.mechanisms import Claim, MethodName, NoiseName
 from gredp.mechanisms.plan import Groups
-from gredp.mechanisms.registry import Claim, Method, Noise, mechanism, noise_scale
+from gredp.mechanisms.registry import find, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
 from gredp.storage.files import read_document
@@ -64,8 +65,8 @@ class TrainSettings:
     last block is a front, and resnet18-1conv and resnet18-2conv train the rest of it"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
-    method: Method = "gredp"
-    noise: Noise = "white"
+    method: MethodName = "gredp"
+    noise: NoiseName = "white"
     """white, real (the paper's Algorithm 1 read literally) or shaped; for method gredp"""
     claim: Claim = "proven"
     """proven: the target is a true ε. paper: σ as the paper takes it, and the ε that this really costs"""
@@ -135,9 +136,7 @@ class TrainSettings:
     @property
     def block_size(self) -> int:
         """Block-circulant layers go with the spectral methods, as in the paper, unless said otherwise."""
-        if self.block is not None:
-            return self.block
-        return 8 if self.method in ("gredp", "spectral_dp") else 0
+        return find(self.method, self.noise).block if self.block is None else self.block
 
     @property
     def judged_by(self) -> str:
@@ -167,12 +166,8 @@ class TrainSettings:
 
     def options(self) -> dict[str, Any]:
         """Options of the mechanism beyond those every method has."""
-        names: tuple[str, ...] = ()
-        if self.method == "spectral_dp":
-            names = ("filter_ratio",)
-        elif self.noise == "shaped":
-            names = ("exponent", "preconditioner", "groups", "window")
-        return {name: getattr(self, name) for name in names}
+        own = set(find(self.method, self.noise).kind.options()) - {"clipping"}
+        return {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in own}
 
     def check(self) -> None:
         """Refuse what can be refused without data."""
@@ -187,7 +182,7 @@ class TrainSettings:
         ):
             if not (value > least and math.isfinite(value)):
                 raise GredpError(f"--{name} must be a positive number, not {value}")
-        if self.method != "plain":
+        if chosen.private:
             block = Block.whole("weight", "layer", (8,), 1)
             noise_scale(1.0, chosen.unit_multiplier([block], self.clip_norm, 1), self.claim)
         for name, whole in (

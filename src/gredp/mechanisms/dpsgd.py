@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, StepPlan
+from gredp.mechanisms.registry import Method, register
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,6 @@ class DPSGD(Mechanism):
         self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
     ) -> StepPlan:
         return StepPlan(blocks, groups)
+
+
+register(Method("dpsgd", DPSGD, "DP-SGD", "#4c72b0"))

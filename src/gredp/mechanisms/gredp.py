@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from gredp.errors import GredpError
 from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, StepPlan, Transform, scale_noise
+from gredp.mechanisms.registry import Method, register
 
 HALVES = (math.sqrt(0.5), math.sqrt(0.5))
+NOISES: dict[str, dict[str, Any]] = {"white": {}, "real": {"noise_parts": (1.0, 0.0)}}
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,6 @@ class GReDP(Mechanism):
             transform=self.grid,
             noise_parts=self.noise_parts,
         )
+
+
+register(Method("gredp", GReDP, "GReDP", "#55a868", block=8, paper_clipping="layer_wise", noises=NOISES))

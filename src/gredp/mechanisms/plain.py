@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from gredp.mechanisms.plan import Blocks, ClipGroup, Mechanism, Needs, StepPlan
+from gredp.mechanisms.registry import Method, register
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Plain(Mechanism):
 
     name = "plain"
     claimed_by_paper = False
+    private = False
     clipping = "flat"
 
     @property
@@ -26,3 +28,6 @@ class Plain(Mechanism):
         self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
     ) -> StepPlan:
         return StepPlan(blocks, tuple(replace(g, clip_norm=math.inf, noise_std=0.0) for g in groups))
+
+
+register(Method("plain", Plain, "plain", "#8c8c8c"))

@@ -138,8 +138,20 @@ class Mechanism(ABC):
     name: str
     #: whether the paper claims an ε for this method, namely that of DP-SGD at the same σ
     claimed_by_paper: bool = True
+    #: whether it has noise at all
+    private: bool = True
 
     clipping: Clipping
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """The names and defaults of its options."""
+        usual = cls()
+        return {name: getattr(usual, name) for name in getattr(cls, "__dataclass_fields__", ())}
+
+    @classmethod
+    def build(cls, **options: Any) -> "Mechanism":
+        return cls(**options)
 
     def plan(
         self,

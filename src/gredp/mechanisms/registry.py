@@ -1,31 +1,89 @@
-"""From the words a user writes (method, noise, claim, options) to a mechanism."""
+"""The methods by name, and from the words a user writes (method, noise, claim, options) to a mechanism."""
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError
 from gredp.mechanisms.banded import Banded
-from gredp.mechanisms.dpsgd import DPSGD
-from gredp.mechanisms.gredp import HALVES, GReDP
-from gredp.mechanisms.plain import Plain
-from gredp.mechanisms.plan import Clipping, Mechanism, Shaping
-from gredp.mechanisms.shaped import ShapedGReDP
-from gredp.mechanisms.spectral_dp import SpectralDP
+from gredp.mechanisms.plan import Clipping, Mechanism
 
-Method = Literal["plain", "dpsgd", "spectral_dp", "gredp"]
-Noise = Literal["white", "real", "shaped"]
 Claim = Literal["proven", "paper"]
-METHODS: tuple[str, ...] = get_args(Method)
 
-#: noise of GReDP by name: the parts (a, b) on each coefficient
-NOISE_PARTS = {"white": HALVES, "real": (1.0, 0.0)}
 #: options of earlier versions, and what takes their place
 GONE = {
     "ema": "average the released weights by torch.optim.swa_utils.AveragedModel, which costs no privacy, and "
     "save it by engine.save(…, modules=…)",
 }
+
+
+@dataclass(frozen=True)
+class Method:
+    """All that is known of a method: where one is named, chosen, built or drawn, it comes from here.
+
+    `name` is its own in comparisons. As an option it is `kind.name`, which methods that differ in noise alone
+    share. The fields of `kind` are its options, with their defaults.
+    """
+
+    name: str
+    kind: type[Mechanism]
+    label: str
+    color: str
+    #: block of the circulant layers that go with it unless told otherwise; 0 is dense
+    block: int = 0
+    #: how it clips under `claim="paper"` unless told otherwise
+    paper_clipping: Clipping = "flat"
+    #: kinds of noise, the usual one first, and the options that each of them sets
+    noises: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"white": {}})
+
+    @property
+    def method(self) -> str:
+        return self.kind.name
+
+    @property
+    def noise(self) -> str:
+        return next(iter(self.noises))
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> None:
+    """Make a method known to the engine and to every command."""
+    _METHODS[method.name] = method
+
+
+def methods() -> dict[str, Method]:
+    """Every method by its name in comparisons."""
+    return dict(_METHODS)
+
+
+def method_names() -> tuple[str, ...]:
+    """Values of `method=`."""
+    return tuple(dict.fromkeys(m.method for m in _METHODS.values()))
+
+
+def noise_names() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(noise for m in _METHODS.values() for noise in m.noises))
+
+
+def find(method: str, noise: str = "white") -> Method:
+    """The one that these two options name."""
+    choose("method", method, method_names())
+    choose("noise", noise, noise_names())
+    having = {m.method: m for m in _METHODS.values() if noise in m.noises}
+    if method not in having:
+        raise GredpError(
+            f"noise {noise!r} belongs to method {', '.join(map(repr, having))}, not to {method!r}"
+        )
+    return having[method]
+
+
+def choose(word: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise GredpError(f"unknown {word} {value!r}: choose one of {', '.join(allowed)}")
 
 
 def mechanism(
@@ -41,48 +99,27 @@ def mechanism(
     Where `clipping` is left open, a spectral method under `claim="paper"` clips layer by layer at the
     same norm, as the paper's Algorithm 2 does; everything else clips flat.
     """
-    if correlation_bands != 1:
-        if method == "plain":
-            raise GredpError("plain training has no noise that correlation bands could correlate")
-        if claim == "paper":
-            raise GredpError("the paper makes no claim about correlated noise: use claim 'proven'")
-        return Banded(mechanism(method, noise, claim, clipping, **options), correlation_bands)
-    for word, value, allowed in (
-        ("method", method, METHODS),
-        ("noise", noise, get_args(Noise)),
-        ("claim", claim, get_args(Claim)),
-    ):
-        if value not in allowed:
-            raise GredpError(f"unknown {word} {value!r}: choose one of {', '.join(allowed)}")
-    if clipping is not None and clipping not in get_args(Clipping):
-        raise GredpError(f"unknown clipping {clipping!r}: choose one of {', '.join(get_args(Clipping))}")
-    if noise != "white" and method != "gredp":
-        raise GredpError(f"noise {noise!r} belongs to method 'gredp', not to {method!r}")
-    if noise == "shaped" and claim == "paper":
-        raise GredpError("the paper makes no claim about shaped noise: use claim 'proven'")
-    if method == "plain":
-        return _build(Plain, method, options)
-    if clipping is None:
-        clipping = "layer_wise" if claim == "paper" and method != "dpsgd" else "flat"
-    options["clipping"] = clipping
-    if method == "dpsgd":
-        return _build(DPSGD, method, options)
-    if method == "spectral_dp":
-        return _build(SpectralDP, method, options)
-    if noise == "shaped":
-        fields = {key: options.pop(key) for key in Shaping.__dataclass_fields__ if key in options}
-        shaping = replace(options.pop("shaping", Shaping()), **fields)
-        return _build(ShapedGReDP, "gredp with shaped noise", {**options, "shaping": shaping})
-    options.setdefault("noise_parts", NOISE_PARTS[noise])
-    return _build(GReDP, method, options)
-
-
-def _build(kind: type[Mechanism], name: str, options: dict[str, Any]) -> Mechanism:
-    unknown = set(options) - set(getattr(kind, "__dataclass_fields__", {}))
+    found = find(method, noise)
+    choose("claim", claim, get_args(Claim))
+    if clipping is not None:
+        choose("clipping", clipping, get_args(Clipping))
+    if correlation_bands != 1 and not found.kind.private:
+        raise GredpError(f"{method} training has no noise that correlation bands could correlate")
+    if claim == "paper" and correlation_bands != 1:
+        raise GredpError("the paper makes no claim about correlated noise: use claim 'proven'")
+    if claim == "paper" and found.kind.private and not found.kind.claimed_by_paper:
+        what = method if noise == "white" else f"{noise} noise"
+        raise GredpError(f"the paper makes no claim about {what}: use claim 'proven'")
+    allowed = found.kind.options()
+    unknown = set(options) - set(allowed)
     if unknown:
         gone = [f"{option}: {GONE[option]}" for option in sorted(unknown) if option in GONE]
-        raise GredpError("; ".join(gone) or f"{name} has no option {', '.join(sorted(unknown))}")
-    return kind(**options)
+        what = method if noise == found.noise == "white" else f"{method} with {noise} noise"
+        raise GredpError("; ".join(gone) or f"{what} has no option {', '.join(sorted(unknown))}")
+    if "clipping" in allowed:
+        options["clipping"] = clipping or (found.paper_clipping if claim == "paper" else "flat")
+    built = found.kind.build(**{**found.noises[noise], **options})
+    return built if correlation_bands == 1 else Banded(built, correlation_bands)
 
 
 def noise_scale(noise_multiplier: float, unit: float, claim: str) -> float:

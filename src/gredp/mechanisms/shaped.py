@@ -1,9 +1,11 @@
 """GReDP with shaped noise: less of it where the gradients are weak, all of the gradient, proven."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from gredp.errors import GredpError
 from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, Needs, Shaping, StepPlan, Transform
+from gredp.mechanisms.registry import Method, register
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,15 @@ class ShapedGReDP(Mechanism):
                 f"not {self.clipping!r}"
             )
 
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Those of `Shaping` too, by their own names."""
+        return {**super().options(), **asdict(Shaping())}
+
+    @classmethod
+    def build(cls, shaping: Shaping | None = None, clipping: Clipping = "flat", **of: Any) -> Mechanism:
+        return cls(replace(shaping or Shaping(), **of), clipping)
+
     @property
     def transform(self) -> Transform:
         return "kernel"
@@ -46,3 +57,6 @@ class ShapedGReDP(Mechanism):
             shaping=self.shaping,
             energy_std=self.shaping.energy_noise * sigma,
         )
+
+
+register(Method("shaped", ShapedGReDP, "GReDP shaped", "#8172b3", block=8, noises={"shaped": {}}))

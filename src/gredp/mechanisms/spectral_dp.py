@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gredp.errors import GredpError
 from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, Needs, StepPlan, Transform
+from gredp.mechanisms.registry import Method, register
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,6 @@ class SpectralDP(Mechanism):
             noise_parts=(math.sqrt(0.5), math.sqrt(0.5)),
             keep_ratio=self.filter_ratio,
         )
+
+
+register(Method("spectral-dp", SpectralDP, "Spectral-DP", "#dd8452", block=8, paper_clipping="layer_wise"))

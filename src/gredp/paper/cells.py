@@ -7,6 +7,7 @@ from itertools import product
 from typing import Literal
 
 from gredp.errors import GredpError
+from gredp.mechanisms.registry import find
 from gredp.paper.paper import HEADLINE
 
 Scale = Literal["smoke", "quick", "full"]
@@ -24,7 +25,7 @@ Target = Literal[
 ]
 
 #: how each row is told to `gredp train`; the paper's own calibration where it makes a claim
-ROWS: dict[str, dict[str, object]] = {
+ROWS: dict[str, dict[str, str]] = {
     "plain": {"method": "plain"},
     "dpsgd": {"method": "dpsgd"},
     "spectral-dp": {"method": "spectral_dp", "claim": "paper"},
@@ -46,6 +47,19 @@ SEEDS = {"smoke": 1, "quick": 1, "full": 3}
 
 #: rows that keep the ε that was asked for
 AT_PROVEN = ("dpsgd", "gredp", "shaped")
+
+
+def title(row: str) -> str:
+    """How a row is called where people read it; the paper's own method is there as claimed and as proven."""
+    told = ROWS[row]
+    proven = ", proven" if told["method"] == "gredp" else ""
+    label = find(told["method"], told.get("noise", "white")).label
+    return label + (", claimed" if "claim" in told else proven)
+
+
+def color(row: str) -> str:
+    told = ROWS[row]
+    return "#c44e52" if row == "gredp-claimed" else find(told["method"], told.get("noise", "white")).color
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from gredp.paper.tables import TITLES, Line, paper_figure
+from gredp.paper.cells import color, title
+from gredp.paper.tables import Line, paper_figure
 
-COLOURS = {
-    "plain": "#8c8c8c",
-    "dpsgd": "#4c72b0",
-    "spectral-dp": "#dd8452",
-    "gredp-claimed": "#c44e52",
-    "gredp": "#55a868",
-    "shaped": "#8172b3",
-}
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "gredp", "font.size": 9}
 
 
@@ -29,14 +22,14 @@ def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
         for network, here, left, right in panels:
             for row in dict.fromkeys(line.cell.row for line in here):
                 points = sorted((line for line in here if line.cell.row == row), key=lambda x: x.cell.epsilon)
-                style: Any = {"color": COLOURS[row], "marker": "o", "label": TITLES[row]}
+                style: Any = {"color": color(row), "marker": "o", "label": title(row)}
                 means = [line.mean for line in points]
                 left.plot([line.cell.epsilon for line in points], means, **style)
                 right.plot([line.proven for line in points], means, **style)
                 printed = [(line.cell.epsilon, paper_figure(line.cell)) for line in points]
                 known = [(x, y) for x, y in printed if y is not None]
                 if known and row not in ("gredp", "shaped"):  # the paper has its own method once
-                    left.plot(*zip(*known), "x:", color=COLOURS[row], alpha=0.5)
+                    left.plot(*zip(*known), "x:", color=color(row), alpha=0.5)
             left.set(
                 title=network, xlabel="ε asked for (crosses: the paper's figures)", ylabel="test accuracy, %"
             )
@@ -53,7 +46,7 @@ def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
             for line in here:
                 metrics = line.records[0]["metrics"]
                 accuracy = [100 * m["test_accuracy"] for m in metrics]
-                style: Any = {"color": COLOURS[line.cell.row], "label": TITLES[line.cell.row]}
+                style: Any = {"color": color(line.cell.row), "label": title(line.cell.row)}
                 if line.cell.row != "plain":
                     left.plot([m["proven_epsilon"] for m in metrics], accuracy, **style)
                 right.plot([m["epoch"] for m in metrics], accuracy, **style)

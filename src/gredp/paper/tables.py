@@ -7,19 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from gredp.app.jobs import JUDGED_BY, read_record
-from gredp.paper.cells import PAPER, Cell
+from gredp.paper.cells import PAPER, Cell, title
 from gredp.paper.paper import BATCH_SIZE, CLIPPING, FROM_SCRATCH, LEARNING_RATE, TRANSFER
 from gredp.privacy.accountant import round_up
 
-#: how a row is called where people read it
-TITLES = {
-    "plain": "plain",
-    "dpsgd": "DP-SGD",
-    "spectral-dp": "Spectral-DP, claimed",
-    "gredp-claimed": "GReDP, claimed",
-    "gredp": "GReDP, proven",
-    "shaped": "GReDP shaped, proven",
-}
 HEADER = ("row", "ε asked", "paper, %", "ours, %", "claimed ε", "proven ε", "audited ε")
 
 
@@ -59,7 +50,7 @@ class Line:
         private = self.cell.row != "plain"
         bounds = [record["audit"]["epsilon"] for record in self.records if "audit" in record]
         return (
-            TITLES[self.cell.row],
+            title(self.cell.row),
             f"{self.cell.epsilon:g}" if private else "",
             "–" if printed is None else f"{printed:g}",
             f"{self.mean:.2f}{spread}",
