@@ -1,4 +1,4 @@
-"""The optimizer a user steps: it charges the ledger, asks rail A for a gradient, and hands it on."""
+"""The optimizer a user steps: it charges the ledger, then applies the private gradient."""
 
 import math
 import warnings
@@ -16,6 +16,7 @@ from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.rules import exact
 from gredp.gradient.step import PrivateStep
+from gredp.mechanisms.stages import Stages
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 from gredp.randomness import Split
@@ -69,8 +70,6 @@ class PrivateOptimizer(Optimizer):
         #: where the noise is scheduled, at factor 1
         self.certificate = step.plan.certificate()
         self.schedule = schedule
-        self._scaled = {factor: step.plan.scaled(factor) for _, factor in schedule.stages}
-        self._certified = {factor: plan.certificate() for factor, plan in self._scaled.items()}
         #: steps that were charged to the ledger before this model's first
         self.charged_before = ledger.steps
         self.sample_rate = sample_rate
@@ -78,6 +77,9 @@ class PrivateOptimizer(Optimizer):
         self.loss_reduction = loss_reduction
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
+        #: the plans of all steps and their certificates, known before the first one
+        self._stages = Stages.of(step.plan, schedule, self.claimed_multiplier)
+        self._stage = self._stages.at(0)  # that of the sum
         self._max_grad_norm = max_grad_norm
         #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
         self.split = split
@@ -117,11 +119,9 @@ class PrivateOptimizer(Optimizer):
     def cost(self, steps: int) -> tuple[Entry, ...]:
         """What the ledger will be charged for so many steps more; turns go on from those it holds."""
         first = self.ledger.steps - self.charged_before
-        factors = groupby(self.schedule.factor(first + step) for step in range(steps))
+        costs = groupby(self._stages.at(first + step).cost for step in range(steps))
         return tuple(
-            Entry(z, self.sample_rate, len(list(same)), self._claimed(factor), *self._turns)
-            for factor, same in factors
-            for z in [self._certified[factor].noise_multiplier]
+            Entry(z, self.sample_rate, len(list(same)), claimed, *self._turns) for (z, claimed), same in costs
         )
 
     @property
@@ -132,9 +132,6 @@ class PrivateOptimizer(Optimizer):
     @property
     def _turns(self) -> tuple[int, str]:
         return (1, "") if self.split is None else (self.split.parts, self.split.name)
-
-    def _claimed(self, factor: float) -> float | None:
-        return None if self.claimed_multiplier is None else self.claimed_multiplier * factor
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -216,6 +213,8 @@ class PrivateOptimizer(Optimizer):
                 if draw is not None and not self.private_step.accumulated:
                     self.capture.reduction.compare()
             with exact(next(iter(self._parameters.values())).device):
+                if not self.private_step.accumulated:
+                    self._begin()
                 self.private_step.accumulate(spectra)
                 if not last:
                     return loss
@@ -298,17 +297,21 @@ class PrivateOptimizer(Optimizer):
             "stepped with once, in order, before the next one is taken"
         )
 
+    def _begin(self) -> None:
+        """A sum for the step that comes next in the ledger, under its plan."""
+        self._stage = self._stages.at(self.ledger.steps - self.charged_before)
+        self.private_step.begin(self._stage.plan)
+
     def _release(self, draw: Draw | None) -> dict[str, Tensor]:
         """Charge the step, then noise the sum."""
-        factor = self.schedule.factor(self.ledger.steps - self.charged_before)
-        self._charge(factor, draw)
-        return self.private_step.release(self._parameters, self.ledger.steps, self._scaled[factor])
+        self._charge(draw)
+        return self.private_step.release(self._parameters, self.ledger.steps)
 
-    def _charge(self, factor: float, draw: Draw | None) -> None:
-        certificate, rate = self._certified[factor], self.sample_rate
+    def _charge(self, draw: Draw | None) -> None:
+        rate = self.sample_rate
         # Of several processes the worst decides: the sum is that of all their batches.
         stale = rate < 1 and draw is not None and draw.used
-        if self.private_step.agree(self.ledger.steps + 1, stale, self._scaled[factor]):
+        if self.private_step.agree(self.ledger.steps + 1, stale):
             # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
             # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
             warnings.warn(
@@ -319,7 +322,7 @@ class PrivateOptimizer(Optimizer):
             rate = 1.0
         if draw is not None:
             self.handed.use(draw)
-        self.ledger.charge(certificate, rate, self._claimed(factor), *self._turns)
+        self.ledger.charge(self._stage.certificate, rate, self._stage.claimed_multiplier, *self._turns)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.capture.drop()

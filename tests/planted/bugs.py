@@ -150,12 +150,8 @@ def views_of_a_record_torn_apart(patch: Patch) -> None:
 
 def a_schedule_that_is_charged_and_not_drawn(patch: Patch) -> None:
     """Every step draws the noise of factor 1, whatever factor it was charged for."""
-    honest = step.PrivateStep.release
-    patch.setattr(
-        step.PrivateStep,
-        "release",
-        lambda self, parameters, number, plan=None: honest(self, parameters, number),
-    )
+    honest = step.PrivateStep.begin
+    patch.setattr(step.PrivateStep, "begin", lambda self, plan: honest(self, self.plan))
 
 
 def noise_divided_by_the_batch(patch: Patch) -> None:
@@ -537,8 +533,8 @@ def freshness_decided_by_each_process(patch: Patch) -> None:
     """The first one's batch is new, and it alone charges on the disk."""
     honest = step.PrivateStep.agree
 
-    def alone(self, number, stale, plan):
-        honest(self, number, stale, plan)
+    def alone(self, number, stale):
+        honest(self, number, stale)
         return stale
 
     patch.setattr(step.PrivateStep, "agree", alone)

@@ -4,7 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import gredp.gradient.step as private_step
 from gredp import GredpError, PrivacyEngine
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.calibrate import calibrate
@@ -83,6 +85,27 @@ def test_what_is_drawn_is_what_is_charged(mechanism):
         assert abs(float(noise.square().mean()) / (charged**2 * clip**2 * query) - 1) <= 0.035
         entries = [Entry(z * f, 1.0, 1) for f in FACTORS[: step + 1]]
         assert engine.get_epsilon(1e-5) == pytest.approx(epsilon(entries, 1e-5), rel=1e-9)
+
+
+def test_a_sum_keeps_the_plan_it_began_with(monkeypatch):
+    """Also where another query is charged to the ledger before its last part: drawn and charged alike."""
+    x, y = records(8)
+    model, optimizer, _, engine = make_private(
+        small_model(), (x, y), noise_multiplier=1.0, noise_schedule=[(1, 1.0), (9, 0.5)]
+    )
+    noised, honest = [], private_step.add_noise
+    monkeypatch.setattr(private_step, "add_noise", lambda *stage: noised.append(stage[0]) or honest(*stage))
+    for part, skip in ((slice(4), True), (slice(4, 8), False)):
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.signal_skip_step(skip)
+        optimizer.step()
+        if skip:
+            engine.ledger.charge(optimizer.certificate, 1.0)
+    assert noised[0].plan is optimizer.private_step.plan
+    assert [entry.noise_multiplier for entry in engine.ledger.entries] == pytest.approx([1.0, 1.0])
+    one_step(model, optimizer, x, y)
+    assert noised[1].plan == optimizer.private_step.plan.scaled(0.5)
+    assert engine.ledger.entries[-1].noise_multiplier == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

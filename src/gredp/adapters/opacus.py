@@ -1,4 +1,4 @@
-"""Our layers for Opacus' `GradSampleModule`: the rules of rail A under the names that Opacus asks for."""
+"""Our layers for Opacus' `GradSampleModule`: our rules under the names that Opacus asks for."""
 
 from opacus.grad_sample import register_grad_sampler, register_norm_sampler
 from torch import Tensor, nn

@@ -1,1 +1,1 @@
-"""Rail A in travel order: per_sample → clip → summation → noise → inverse. No ε is computed here."""
+"""The gradient path in travel order: per_sample → clip → summation → noise → inverse. No ε is computed."""

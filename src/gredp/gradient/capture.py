@@ -1,4 +1,4 @@
-"""Where rail A begins: hooks that note each layer's input and output gradient during the user's backward.
+"""Where the gradient path begins: hooks that note each layer's input and output gradient.
 
 While a layer runs, its parameters do not ask autograd for a gradient: the sum over records that
 autograd would compute is never needed, and a parameter that receives one all the same has been used

@@ -1,4 +1,4 @@
-"""The only place where rail A draws random numbers.
+"""The only place where the gradient path draws random numbers.
 
 Formal guarantee. Given a `BoundedSum`, the result is distributed as the plan's certificate says: one
 independent draw for each step and block, from an explicit source that has no default seed.

@@ -22,7 +22,11 @@ SHARES = "energy shares"
 
 
 class PrivateStep:
-    """Executes a plan. Records go in by `accumulate`, a real gradient comes out of `release`."""
+    """Executes plans. Records go in by `accumulate`, a real gradient comes out of `release`.
+
+    `plan` is that of every step, or where the noise is scheduled, of a step at factor 1: `begin` is given
+    that of each step then.
+    """
 
     def __init__(self, plan: StepPlan, source: NoiseSource, expected_batch_size: float) -> None:
         self.plan = plan
@@ -35,7 +39,7 @@ class PrivateStep:
             if plan.shaping is not None
             else None
         )
-        self._bounded = BoundedSum(plan, self.block_views)
+        self.begin(plan)
         #: by which processes tell the private models apart
         self.number = 0
 
@@ -48,32 +52,34 @@ class PrivateStep:
             return {name: torch.tensor([0.0, 1.0]) for name in self.block_views}
         return {name: torch.ones(1) for name in self.block_views}
 
+    def begin(self, plan: StepPlan) -> None:
+        """Begin a sum, under the plan of the step that it is for. What was summed before is forgotten.
+
+        A plan differs from the first one in its noise alone, and is that of its sum until this is released.
+        """
+        self._bounded = BoundedSum(plan, self.block_views)
+
     def accumulate(self, spectra: PerSampleSpectra) -> None:
         """Clip one physical batch and add it to the sum."""
         with torch.no_grad():
-            self._bounded.add(clip(spectra, self.plan, self.block_views, self.squared_weights))
+            self._bounded.add(clip(spectra, self._bounded.plan, self.block_views, self.squared_weights))
 
-    def agree(self, step: int, stale: bool, plan: StepPlan) -> bool:
+    def agree(self, step: int, stale: bool) -> bool:
         """Whether the batch of any process is stale. `release` must follow, or this process is out.
 
         Refused by all, before any sum leaves its process, where one of them steps another model, is at
         another step of the ledger or has another plan.
         """
-        what = f"step {step} of private model {self.number} (plan {plan.digest})"
+        what = f"step {step} of private model {self.number} (plan {self._bounded.plan.digest})"
         return bool(begin(what, int(stale)))
 
-    def release(
-        self, parameters: Mapping[str, Tensor], step: int, plan: StepPlan | None = None
-    ) -> dict[str, Tensor]:
-        """Noise the sum, give it back as a gradient of the summed loss, and begin the next step.
+    def release(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Noise the sum as its plan says, and give it back as a gradient of the summed loss.
 
-        The caller has charged the ledger, and `step` is its number there: no number is noised twice. `plan`
-        is what was charged where the noise changes from step to step. Of several processes the first draws
-        the noise, and the others are given what it released.
+        The caller has charged the ledger, and `step` is its number there: no number is noised twice. Of
+        several processes the first draws the noise, and the others are given what it released.
         """
         with torch.no_grad():
-            if plan is not None:
-                self._bounded.plan = plan
             self._bounded.over_processes(parameters)
             released = self._noised(parameters, step) if rank() == 0 else self._awaited(parameters)
             released = broadcast(released)
@@ -102,7 +108,7 @@ class PrivateStep:
 
     def discard(self) -> None:
         """Forget the sum so far; nothing of it was released."""
-        self._bounded = BoundedSum(self.plan, self.block_views)
+        self.begin(self.plan)
 
     @property
     def accumulated(self) -> bool:

@@ -1,4 +1,4 @@
-"""The frozen plan of a step: rail A executes it, rail B certifies it, from the same numbers.
+"""The frozen plan of a step: the gradient path executes it, and the certificate is read from the same fields.
 
 Because the certificate is computed from the very fields that the gradient stages read, the noise
 that is drawn and the noise that is accounted for cannot drift apart.

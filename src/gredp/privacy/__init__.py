@@ -1,1 +1,1 @@
-"""Rail B: certificate → ledger → accountant → ε. Nothing here imports torch."""
+"""The accounting path: certificate → ledger → accountant → ε. Nothing here imports torch."""

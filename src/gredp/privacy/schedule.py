@@ -57,13 +57,17 @@ class NoiseSchedule:
     def constant(self) -> bool:
         return all(factor == 1 for _, factor in self.stages)
 
+    def stage(self, step: int) -> int:
+        """The number of the stage that has the step with this number, both counted from 0."""
+        for number, (steps, _) in enumerate(self.stages):
+            if step < steps:
+                return number
+            step -= steps
+        return len(self.stages) - 1
+
     def factor(self, step: int) -> float:
         """Of the step with this number, the first being 0."""
-        for steps, factor in self.stages:
-            if step < steps:
-                return factor
-            step -= steps
-        return self.stages[-1][1]
+        return self.stages[self.stage(step)][1]
 
     def entries(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Entry]:
         """What `steps` steps will be charged at the run's multiplier."""
