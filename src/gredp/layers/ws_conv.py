@@ -1,4 +1,6 @@
-"""A convolution with standardized kernels: with group normalisation it does what batch normalisation does."""
+"""A convolution with standardized kernels: with group normalization it does what batch normalization does."""
+
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,15 @@ class WSConv2d(nn.Conv2d):
         centred = self.weight.flatten(1) - self.weight.flatten(1).mean(1, keepdim=True)
         scale = torch.rsqrt(centred.square().sum(1) + EPS)
         return centred * scale[:, None], scale
+
+    def standardised(self) -> tuple[Tensor, Tensor]:
+        """Deprecated: `standardized`."""
+        warnings.warn(
+            "WSConv2d.standardised is now standardized; version 0.3 removes it",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.standardized()
 
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.standardized()[0].view_as(self.weight), self.bias)
