@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gredp.gradient.per_sample import PerSampleGradient
 from gredp.gradient.rules import full_precision
@@ -92,6 +92,15 @@ def summarise(
     private = sum(row.parameters for row in rows)
     everything = sum(p.numel() for p in model.parameters())
     return Summary(tuple(rows), everything - private, batch)
+
+
+def run_on_zeros(module: nn.Module, example: Any) -> None:
+    """`example` is the model's input; its shapes are wanted, not its values."""
+    device = next(module.parameters()).device
+    zeros = tree_map(
+        lambda leaf: torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf, example
+    )
+    module(**zeros) if isinstance(zeros, dict) else module(zeros)
 
 
 Seen = dict[nn.Module, list[tuple[Tensor, Tensor]]]

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-import gredp.adapters.budget as budget
+import gredp.adapters.budget as adapter_budget
 import gredp.app.features.normalise as normalise
 import gredp.app.train as loop
+import gredp.budget as budget
 import gredp.distributed as distributed
 import gredp.engine as engine
 import gredp.gradient.batch_dimension as batch_dimension
@@ -43,6 +44,7 @@ import gredp.storage.checkpoint as checkpoint
 import gredp.storage.evidence as evidence
 import gredp.storage.ledger_file as ledger_file
 import gredp.storage.record as record
+import gredp.storage.resumable as resumable
 import gredp.validation as validation
 
 SOURCES = (noise.SecretSource, noise.GeneratorSource)
@@ -300,9 +302,7 @@ def charged_after_the_update(patch: Patch) -> None:
 
 
 def calibration_from_the_wrong_side(patch: Patch) -> None:
-    import gredp.engine as engine
-
-    patch.setattr(engine, "calibrate", lambda *rest: calibrate.calibrate(*rest) * 0.999)
+    patch.setattr(budget, "calibrate", lambda *rest: calibrate.calibrate(*rest) * 0.999)
 
 
 def noise_from_the_global_seed(patch: Patch) -> None:
@@ -612,7 +612,7 @@ def noise_taken_back_with_a_wrong_sign(patch: Patch) -> None:
 
 def noise_kept_with_the_checkpoint(patch: Patch) -> None:
     """A run that goes on from it takes back what steps that were lost have taken back before."""
-    begun, saved = correlated.CorrelatedSource.begin, engine.write_checkpoint
+    begun, saved = correlated.CorrelatedSource.begin, resumable.write_checkpoint
     kept: list[Any] = []
 
     def begin(self, step):
@@ -620,17 +620,18 @@ def noise_kept_with_the_checkpoint(patch: Patch) -> None:
             self._drawn = {step - len(kept) + i: blocks for i, blocks in enumerate(kept)}
         begun(self, step)
 
-    def save(folder, module, private, progress):
+    def save(folder, module, private, *rest):
         kept[:] = private.private_step._noise._drawn.values()
-        saved(folder, module, private, progress)
+        saved(folder, module, private, *rest)
 
     patch.setattr(correlated.CorrelatedSource, "begin", begin)
-    patch.setattr(engine, "write_checkpoint", save)
+    patch.setattr(resumable, "write_checkpoint", save)
 
 
 def accountant_fed_the_rate_of_all_records(patch: Patch) -> None:
     """q instead of b·q: a part is drawn from b times as often when it has its turn."""
-    patch.setattr(engine, "check_bands", lambda bands, sample_rate: sample_rate)
+    for module in (engine, budget):
+        patch.setattr(module, "check_bands", lambda bands, sample_rate: sample_rate)
 
 
 def turns_rounded_down(patch: Patch) -> None:
@@ -668,7 +669,7 @@ def another_split_after_a_restart(patch: Patch) -> None:
         self._use_split(bytes.fromhex(facts["split"]))
         sampler.split = split
 
-    patch.setattr(engine.PrivacyEngine, "_go_on_with_split", redrawn)
+    patch.setattr(engine.PrivacyEngine, "_resume_split", redrawn)
 
 
 def batches_out_of_turn_let_through(patch: Patch) -> None:
@@ -712,7 +713,7 @@ def private_losses_that_decide(patch: Patch) -> None:
         def __contains__(self, name: object) -> bool:
             return True
 
-    patch.setattr(budget, "COUNTS", Everything())
+    patch.setattr(adapter_budget, "COUNTS", Everything())
 
 
 def draws_added_up(patch: Patch) -> None:

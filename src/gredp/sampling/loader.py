@@ -150,6 +150,13 @@ class EmptyBatches:
         return part_of(self.collate([self.dataset[0]]), slice(0))  # for its shapes and types only
 
 
+def one_record(loader: DataLoader[Any]) -> Any:
+    """The model's input for a batch of one; its shape is wanted, not its values."""
+    assert isinstance(loader.collate_fn, EmptyBatches)
+    batch = loader.collate_fn.collate([loader.dataset[0]])
+    return batch[0] if isinstance(batch, tuple | list) else batch
+
+
 def part_of(batch: Any, rows: slice) -> Any:
     """The same structure with these records only; what could hide others is refused, not passed on."""
     if isinstance(batch, Tensor | np.ndarray):
