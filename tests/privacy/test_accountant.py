@@ -340,3 +340,20 @@ def test_absurdly_little_noise_gives_an_absurd_epsilon_and_no_error(rate, accoun
         got = spent(z, rate, 3, 1e-5, accountant)
         assert got >= (math.inf if z < 1e-150 else 3 / z**2 / 2)
     assert spent(1e200, rate, 3, 1e-5, accountant) <= 1e-3
+
+
+def test_a_new_accountant_is_one_entry(monkeypatch):
+    """Whatever takes the name of an accountant asks the table: ε, δ(ε), the search for a multiplier."""
+    from gredp.privacy.calibrate import calibrate
+
+    twice = module.Accounting(
+        "twice Rényi",
+        lambda spent, delta: 2 * module.ACCOUNTANTS["rdp"].epsilon(spent, delta),
+        lambda spent, epsilons: module.ACCOUNTANTS["rdp"].deltas(spent, [eps / 2 for eps in epsilons]),
+    )
+    monkeypatch.setitem(module.ACCOUNTANTS, "twice", twice)
+    entries = [Entry(1.0, 0.01, 100)]
+    assert epsilon(entries, 1e-5, "twice") == 2 * epsilon(entries, 1e-5, "rdp")
+    assert module.deltas(entries, [2.0], "twice") == module.deltas(entries, [1.0], "rdp")
+    assert calibrate(2.0, 1e-5, 0.01, 100, "twice") == calibrate(1.0, 1e-5, 0.01, 100, "rdp")
+    assert Accountant(Ledger(), "twice").name == "twice"

@@ -19,16 +19,16 @@ itself; below, by more where rare large losses prevail (a rate of 1e-4 at z = 1)
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from gredp.errors import GredpError
 from gredp.privacy.ledger import Entry, Ledger, mechanisms
 
-AccountantName = Literal["pld", "rdp"]
 #: (multiplier, rate, steps)
 Spent = tuple[tuple[float, float, int], ...]
 
@@ -41,6 +41,37 @@ LARGE_DELTA = 0.1
 #: of a curve: the least of these bounds counts
 TILTS = (0.05, 1.0, 8.0)
 ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 96, 128, 192, 256, 384, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """One way to compose: never below what was spent. Multipliers that it gets are above 0 and finite."""
+
+    label: str
+    epsilon: Callable[[Spent, float], float]
+    deltas: Callable[[Spent, list[float]], list[float]]
+    #: the name of one that is quicker and never below, mostly by 6 to 8 %: a search begins there
+    rough: str | None = None
+
+
+#: by name; a new one is one more entry
+ACCOUNTANTS = {
+    "pld": Accounting(
+        "privacy-loss distributions",
+        lambda spent, delta: _least_epsilon(spent, delta),
+        lambda spent, epsilons: _least_deltas(spent, epsilons),
+        rough="rdp",
+    ),
+    "rdp": Accounting(
+        "Rényi differential privacy",
+        lambda spent, delta: _rdp_epsilon(spent, delta),
+        lambda spent, epsilons: _rdp_deltas(spent, epsilons),
+    ),
+}
+if TYPE_CHECKING:
+    AccountantName = str
+else:  # for the command line, which lists them
+    AccountantName = Literal[*ACCOUNTANTS]
 
 
 def check_delta(delta: float) -> None:
@@ -78,8 +109,8 @@ def delta_times(delta: float, records: float) -> str:
 
 
 def check_accountant(name: str) -> None:
-    if name not in get_args(AccountantName):
-        raise GredpError(f"unknown accountant {name!r}: choose one of {', '.join(get_args(AccountantName))}")
+    if name not in ACCOUNTANTS:
+        raise GredpError(f"unknown accountant {name!r}: choose one of {', '.join(ACCOUNTANTS)}")
 
 
 def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName = "pld") -> float:
@@ -111,34 +142,41 @@ def deltas(
         raise GredpError("a curve δ(ε) needs noise multipliers above 0 and finite")
     if not spent:
         return [0.0] * len(epsilons)
-    if accountant == "pld" and all(q == 1 for _, q, _ in spent):
-        mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
-        return [_gaussian_delta(mu, eps) for eps in epsilons]
-    if accountant == "pld":
-        from gredp.privacy.loss_distribution import Tilted, both_ways
-
-        tilted = [[Tilted(parts, t) for t in TILTS] for parts in both_ways(spent, 1e-3, -100.0)]
-        return [max(min(t.delta(eps) for t in one) for one in tilted) for eps in epsilons]
-    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-
-    divergences = _divergences(spent)
-    return [float(compute_delta(ORDERS, divergences, eps)[0]) for eps in epsilons]
+    return ACCOUNTANTS[accountant].deltas(spent, epsilons)
 
 
 @lru_cache(maxsize=4096)
 def _epsilon(spent: Spent, delta: float, accountant: str) -> float:
-    mu = math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
+    mu = _sensitivity(spent)
     if mu > LARGEST_MU:
         # Sampling only helps, and so does the exact profile; neither has digits to show this far out.
         return mu * (mu / 2 + math.sqrt(2 * -math.log(delta))) if mu < 1e150 else math.inf
-    if accountant == "pld" and all(q == 1 for _, q, _ in spent):
-        return _gaussian_epsilon(mu, delta)
+    return ACCOUNTANTS[accountant].epsilon(spent, delta)
+
+
+def _sensitivity(spent: Spent) -> float:
+    """In noise deviations, if every rate were 1."""
+    return math.hypot(*(math.sqrt(n) / z for z, _, n in spent))
+
+
+def _least_epsilon(spent: Spent, delta: float) -> float:
+    if all(q == 1 for _, q, _ in spent):
+        return _gaussian_epsilon(_sensitivity(spent), delta)
     rdp = _rdp_epsilon(spent, delta)
     # Both are upper bounds on the same quantity, so the smaller one is proven as well. It also
     # catches a loss distribution whose truncated tails alone exceed a very small δ.
-    if accountant == "rdp" or rdp == 0 or rdp > LARGEST_PLD:
+    if rdp == 0 or rdp > LARGEST_PLD:
         return rdp
     return min(rdp, _pld_epsilon(spent, delta, rdp))
+
+
+def _least_deltas(spent: Spent, epsilons: list[float]) -> list[float]:
+    if all(q == 1 for _, q, _ in spent):
+        return [_gaussian_delta(_sensitivity(spent), eps) for eps in epsilons]
+    from gredp.privacy.loss_distribution import Tilted, both_ways
+
+    tilted = [[Tilted(parts, t) for t in TILTS] for parts in both_ways(spent, 1e-3, -100.0)]
+    return [max(min(t.delta(eps) for t in one) for one in tilted) for eps in epsilons]
 
 
 def _gaussian_delta(mu: float, eps: float) -> float:
@@ -167,6 +205,13 @@ def _rdp_epsilon(spent: Spent, delta: float) -> float:
     from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
     return float(compute_epsilon(ORDERS, _divergences(spent), delta)[0])
+
+
+def _rdp_deltas(spent: Spent, epsilons: list[float]) -> list[float]:
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+
+    divergences = _divergences(spent)
+    return [float(compute_delta(ORDERS, divergences, eps)[0]) for eps in epsilons]
 
 
 def _divergences(spent: Spent) -> list[float]:

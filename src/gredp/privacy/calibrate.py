@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from gredp.errors import GredpError
-from gredp.privacy.accountant import AccountantName, check_accountant, check_delta, epsilon
+from gredp.privacy.accountant import ACCOUNTANTS, AccountantName, check_accountant, check_delta, epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 
@@ -46,11 +46,11 @@ def calibrate(
 
         return _private_root(ratio, math.log(start), stride, tolerance)
 
-    if accountant == "rdp":
-        best = search("rdp", 1.0, 0.2, TOLERANCE)
+    quick = ACCOUNTANTS[accountant].rough
+    if quick is None:
+        best = search(accountant, 1.0, 0.2, TOLERANCE)
     else:
-        # Rényi orders are quick and never below, mostly by 6 to 8 %: the tighter search begins there.
-        rough = search("rdp", 1.0, 0.2, 0.01)
+        rough = search(quick, 1.0, 0.2, 0.01)
         best = search(accountant, LARGEST if rough is None else rough / 1.07, 0.03, TOLERANCE)
     if best is None:
         least = epsilon([*spent, *schedule.entries(LARGEST, sample_rate, steps)], delta, accountant)

@@ -14,11 +14,10 @@ from markupsafe import Markup
 from gredp import __version__
 from gredp.app.report import figures
 from gredp.app.report.facts import Facts, printable
-from gredp.privacy.accountant import LARGE_DELTA, delta_times, epsilon, round_up
+from gredp.privacy.accountant import ACCOUNTANTS, LARGE_DELTA, delta_times, epsilon, round_up
 from gredp.privacy.ledger import mechanisms
 
 HERE = Path(__file__).parent
-ACCOUNTANTS = {"pld": "privacy-loss distributions", "rdp": "Rényi differential privacy"}
 
 
 def page(runs: Sequence[Facts]) -> str:
@@ -126,7 +125,7 @@ def _guarantee(run: Facts) -> list[str]:
         "It is proven step by step. A step is a Gaussian mechanism on a Poisson sample of the records, with "
         f"the noise multiplier that its certificate below derives from clipping and noise; the "
         f"{_count(run.spent.written.steps)} steps of the ledger are composed by "
-        f"{ACCOUNTANTS[run.spent.accountant]} ({run.spent.accountant}).",
+        f"{ACCOUNTANTS[run.spent.accountant].label} ({run.spent.accountant}).",
     ]
     if run.bands > 1:
         counted = sum(entry.steps for entry in mechanisms(run.spent.written.entries))
@@ -161,7 +160,11 @@ def _claims(run: Facts) -> list[tuple[str, str, str]]:
     if claimed is None or _epsilon(claimed) == _epsilon(proven):
         return []
     return [
-        ("proven", _epsilon(proven), f"certified noise multiplier, {ACCOUNTANTS[run.spent.accountant]}"),
+        (
+            "proven",
+            _epsilon(proven),
+            f"certified noise multiplier, {ACCOUNTANTS[run.spent.accountant].label}",
+        ),
         ("claimed", _epsilon(claimed), "what the paper would report; its noise scale σ, Rényi accounting"),
     ]
 
