@@ -14,6 +14,7 @@ import torch
 
 import gredp.adapters.budget as adapter_budget
 import gredp.app.features.normalise as normalise
+import gredp.app.session as session
 import gredp.app.train as loop
 import gredp.budget as budget
 import gredp.distributed as distributed
@@ -565,7 +566,7 @@ def a_query_without_its_charge(patch):
         finally:
             engine.ledger = spare
 
-    patch.setattr(loop, "release", free)
+    patch.setattr(session, "release", free)
 
 
 def a_query_without_its_clip(patch):

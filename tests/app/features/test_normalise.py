@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from gredp import GredpError, PrivacyEngine
+from gredp.app import session
 from gredp.app import train as loop
 from gredp.app.cli import main
 from gredp.app.features import normalise
@@ -142,7 +143,7 @@ def test_a_run_that_goes_on_keeps_what_was_released(tmp_path, monkeypatch):
     first = load_file(tmp_path / "run" / "model.safetensors")
     assert first["normalise.scale"].std() > 0
     (tmp_path / "run" / "record.json").unlink()
-    monkeypatch.setattr(loop, "release", lambda *_: pytest.fail("released again"))
+    monkeypatch.setattr(session, "release", lambda *_: pytest.fail("released again"))
     again = loop.train(saved_settings(str(tmp_path / "run"))).record
     assert again["ledger"] == record["ledger"]
     assert again["normalisation"] == record["normalisation"]

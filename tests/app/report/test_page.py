@@ -16,7 +16,7 @@ import pytest
 
 from gredp.app.cli import main
 from gredp.app.report.command import write_report
-from gredp.app.report.page import _epsilon
+from gredp.app.report.numbers import shown_epsilon
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
 from gredp.storage.spent import spent
@@ -380,5 +380,5 @@ def test_a_page_needs_no_torch(runs, tmp_path):
     ],
 )
 def test_large_epsilons_are_not_shown_smaller_than_they_are(value, shown):
-    assert _epsilon(value) == shown
+    assert shown_epsilon(value) == shown
     assert float(shown.replace(",", "")) >= value

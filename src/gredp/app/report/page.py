@@ -14,7 +14,8 @@ from markupsafe import Markup
 from gredp import __version__
 from gredp.app.report import figures
 from gredp.app.report.facts import Facts, printable
-from gredp.privacy.accountant import ACCOUNTANTS, LARGE_DELTA, delta_times, epsilon, round_up
+from gredp.app.report.numbers import count, number, setting, short, shown_epsilon, up
+from gredp.privacy.accountant import ACCOUNTANTS, LARGE_DELTA, delta_times, epsilon
 from gredp.privacy.ledger import mechanisms
 
 HERE = Path(__file__).parent
@@ -62,7 +63,7 @@ def _run(run: Facts) -> dict[str, Any]:
         "judged": _judged(run),
         "course": _pictures([run]),
         "certificate": _certificate(run),
-        "multiplier": _number(run.spent.written.entries[-1].noise_multiplier) if _entries(run) else "–",
+        "multiplier": number(run.spent.written.entries[-1].noise_multiplier) if _entries(run) else "–",
         "noise": _noise(run),
         "disagreements": run.disagreements,
         "verdict": "Does not agree with the record." if run.disagreements else "Verified.",
@@ -70,7 +71,7 @@ def _run(run: Facts) -> dict[str, Any]:
         "entries": _entries(run),
         "ledger": _ledger(run),
         "audit": _audit(run),
-        "settings": [(k.replace("_", " "), _value(v)) for k, v in run.settings.items()],
+        "settings": [(k.replace("_", " "), setting(v)) for k, v in run.settings.items()],
         "versions": _versions(run),
     }
 
@@ -91,19 +92,19 @@ def _banners(run: Facts) -> list[tuple[str, str, str]]:
         text = f"Times the training records it is {delta_times(run.spent.delta, run.data['records'])}."
         found.append(("note", "δ is large.", text))
     if not run.finished:
-        of = f" of {_count(run.planned_steps)}" if run.planned_steps else ""
-        text = f"{_count(_own_steps(run))}{of} steps are charged, and ε is what they have spent so far."
+        of = f" of {count(run.planned_steps)}" if run.planned_steps else ""
+        text = f"{count(_own_steps(run))}{of} steps are charged, and ε is what they have spent so far."
         found.append(("note", "This run has not finished.", text))
     return found
 
 
 def _figures_of_merit(run: Facts) -> list[tuple[str, str]]:
     rows = [
-        ("proven ε" + ("" if run.finished else ", so far"), _epsilon(run.spent.proven_epsilon)),
-        ("δ", _short(run.spent.delta)),
+        ("proven ε" + ("" if run.finished else ", so far"), shown_epsilon(run.spent.proven_epsilon)),
+        ("δ", short(run.spent.delta)),
     ]
     if run.data:
-        rows.append(("training records", _count(run.data["records"])))
+        rows.append(("training records", count(run.data["records"])))
         rows.append(("δ × records", f"{run.spent.delta * run.data['records']:.2g}"))
     if run.accuracy is not None:
         rows.append((run.judged_by.replace("_", " "), f"{100 * run.accuracy:.2f} %"))
@@ -115,16 +116,16 @@ def _guarantee(run: Facts) -> list[str]:
     if not run.private:
         return ["There is none. Whether a person's record was used may be told from the model."]
     factor = (
-        f"e^ε ≤ {_up(math.exp(epsilon), 3)}" if epsilon < 50 else f"e^{_up(epsilon, 2)}, which is no limit,"
+        f"e^ε ≤ {up(math.exp(epsilon), 3)}" if epsilon < 50 else f"e^{up(epsilon, 2)}, which is no limit,"
     )
     seen = "all weights of all steps, checkpoints included"
     paragraphs = [
         f"Adding one record to the training data, or removing one, changes the probability of anything that "
-        f"can be seen of this training ({seen}) by at most a factor of {factor} and δ = {_short(delta)} on "
-        f"top: the training is (ε, δ)-differentially private with ε = {_epsilon(epsilon)}.",
+        f"can be seen of this training ({seen}) by at most a factor of {factor} and δ = {short(delta)} on "
+        f"top: the training is (ε, δ)-differentially private with ε = {shown_epsilon(epsilon)}.",
         "It is proven step by step. A step is a Gaussian mechanism on a Poisson sample of the records, with "
         f"the noise multiplier that its certificate below derives from clipping and noise; the "
-        f"{_count(run.spent.written.steps)} steps of the ledger are composed by "
+        f"{count(run.spent.written.steps)} steps of the ledger are composed by "
         f"{ACCOUNTANTS[run.spent.accountant].label} ({run.spent.accountant}).",
     ]
     if run.bands > 1:
@@ -132,7 +133,7 @@ def _guarantee(run: Facts) -> list[str]:
         paragraphs.append(
             f"Noise is correlated over {run.bands} steps, and the records take turns in as many parts, each "
             "drawn from when it has its turn. No record can take part more often than in "
-            f"{_count(counted)} of these mechanisms; that many are composed, at the rate of a turn."
+            f"{count(counted)} of these mechanisms; that many are composed, at the rate of a turn."
         )
     if run.held_out is not None:
         paragraphs.append(
@@ -142,7 +143,7 @@ def _guarantee(run: Facts) -> list[str]:
         paragraphs.insert(0, "What follows would hold if nobody could know the seed of the noise.")
     if run.spent.written.inherited:
         paragraphs.append(
-            f"{_count(run.spent.written.inherited)} of these steps were spent before the first one of this "
+            f"{count(run.spent.written.inherited)} of these steps were spent before the first one of this "
             "run, by the one that it was forked from or by a query on its features, and are counted."
         )
     selection = run.record.get("selection")
@@ -157,28 +158,32 @@ def _guarantee(run: Facts) -> list[str]:
 def _claims(run: Facts) -> list[tuple[str, str, str]]:
     """Proven first; what is claimed never stands alone, and not at all where nobody claims it."""
     claimed, proven = run.claimed_epsilon, run.spent.proven_epsilon
-    if claimed is None or _epsilon(claimed) == _epsilon(proven):
+    if claimed is None or shown_epsilon(claimed) == shown_epsilon(proven):
         return []
     return [
         (
             "proven",
-            _epsilon(proven),
+            shown_epsilon(proven),
             f"certified noise multiplier, {ACCOUNTANTS[run.spent.accountant].label}",
         ),
-        ("claimed", _epsilon(claimed), "what the paper would report; its noise scale σ, Rényi accounting"),
+        (
+            "claimed",
+            shown_epsilon(claimed),
+            "what the paper would report; its σ, Rényi accounting",
+        ),
     ]
 
 
 def _trained(run: Facts) -> list[tuple[str, str]]:
     rows, data, settings = [], run.data, run.settings
     if run.model:
-        rows.append(("network", f"{run.model}, {_count(run.parameters)} parameters"))
+        rows.append(("network", f"{run.model}, {count(run.parameters)} parameters"))
     if data:
         shape = " × ".join(map(str, data["input_shape"]))
-        rows.append(("data", f"{data['name']}: {_count(data['records'])} records to train on"))
+        rows.append(("data", f"{data['name']}: {count(data['records'])} records to train on"))
         use = "to test on" if run.held_out is None else "held out of the training data"
         rows.append(
-            ("images", f"{shape} each, {data['classes']} classes; {_count(data['test_records'])} {use}")
+            ("images", f"{shape} each, {data['classes']} classes; {count(data['test_records'])} {use}")
         )
     if settings:
         noise = f"{settings['noise']} noise{_bands(run)}"
@@ -227,7 +232,7 @@ def _certificate(run: Facts) -> list[tuple[str, str, str, str]]:
     for release in run.certificate:
         norm, noise = float(release["clip_norm"]), float(release["noise_std"])
         moved = norm / noise if noise > 0 else math.inf
-        rows.append((release["name"], _number(norm), _number(noise), _number(moved)))
+        rows.append((release["name"], number(norm), number(noise), number(moved)))
     return rows
 
 
@@ -244,7 +249,7 @@ def _noise(run: Facts) -> list[tuple[Markup, str]]:
 
 def _entries(run: Facts) -> list[tuple[str, str, str, str]]:
     return [
-        (_count(e.steps), _number(e.noise_multiplier), f"{e.sample_rate:.6g}", _count(e.bands))
+        (count(e.steps), number(e.noise_multiplier), f"{e.sample_rate:.6g}", count(e.bands))
         for e in run.spent.written.entries
     ]
 
@@ -254,7 +259,7 @@ def _own_steps(run: Facts) -> int:
 
 
 def _verdict(run: Facts) -> str:
-    lines = _count(len(run.spent.written.seals))
+    lines = count(len(run.spent.written.seals))
     if run.disagreements:
         return f"All {lines} seals match, but {'; '.join(run.disagreements)}."
     if run.finished:
@@ -265,15 +270,15 @@ def _verdict(run: Facts) -> str:
 def _ledger(run: Facts) -> list[tuple[str, str]]:
     written = run.spent.written
     rows = [
-        ("steps charged", _count(written.steps)),
-        ("of them before training began", _count(written.inherited)),
-        ("starts", _count(written.incarnations)),
+        ("steps charged", count(written.steps)),
+        ("of them before training began", count(written.inherited)),
+        ("starts", count(written.incarnations)),
         ("last line", "cut off by a crash; its step counts" if written.torn else "whole"),
     ]
     if run.finished:
         lost = run.record["steps_lost"]
         rows.insert(
-            3, ("lost in crashes", f"{_count(lost)} steps" + (", charged all the same" if lost else ""))
+            3, ("lost in crashes", f"{count(lost)} steps" + (", charged all the same" if lost else ""))
         )
     return [*rows, ("last seal", written.seals[-1])]
 
@@ -297,7 +302,7 @@ def _audit(run: Facts) -> dict[str, Any] | None:
             ("game", f"{row['name']}: {row['game']}"),
             (
                 "ε of that game",
-                f"{_epsilon(row['claimed_epsilon'])} at δ = {_short(delta)}, the claim under attack",
+                f"{shown_epsilon(row['claimed_epsilon'])} at δ = {short(delta)}, the claim under attack",
             ),
             ("audited", f"at least {lower:.4f}"),
             ("played", f"{row['created'][:10]}: {row['command']}"),
@@ -319,18 +324,18 @@ def _comparison(runs: Sequence[Facts]) -> dict[str, Any]:
                 + (" (INSECURE)" if run.insecure else "")
                 + ("" if run.finished else " (not finished)"),
                 f"{run.settings['method']}, {run.settings['noise']}{_bands(run)}" if run.settings else "–",
-                _epsilon(run.spent.proven_epsilon),
-                "–" if claimed is None else _epsilon(claimed),
-                _short(run.spent.delta),
+                shown_epsilon(run.spent.proven_epsilon),
+                "–" if claimed is None else shown_epsilon(claimed),
+                short(run.spent.delta),
                 "–"
                 if run.accuracy is None
                 else f"{100 * run.accuracy:.2f} %" + ("" if run.held_out is None else ", held out"),
-                _count(run.spent.written.steps),
+                count(run.spent.written.steps),
             )
         )
     delta = min(run.spent.delta for run in runs)
     spent = epsilon([e for run in runs for e in run.spent.written.entries], delta, runs[0].spent.accountant)
-    together = f"{_epsilon(spent)} at δ = {_short(delta)}"
+    together = f"{shown_epsilon(spent)} at δ = {short(delta)}"
     header = ("run", "method, noise", "proven ε", "claimed ε", "δ", "accuracy", "steps")
     return {
         "header": header,
@@ -342,33 +347,3 @@ def _comparison(runs: Sequence[Facts]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ numbers
-
-
-def _epsilon(value: Any) -> str:
-    """Four digits, rounded up."""
-    return _up(float(value), 4)
-
-
-def _up(value: float, digits: int) -> str:
-    if math.isinf(value):
-        return "∞"
-    if value < 1e6:
-        return f"{round_up(value, digits):,.{digits}f}"
-    return f"{round_up(value, 4 - math.floor(math.log10(value))):.5g}"
-
-
-def _short(value: float) -> str:
-    """As people write it: 1e-5."""
-    return f"{value:g}".replace("e-0", "e-")
-
-
-def _number(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.6g}"
-
-
-def _count(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else "unknown"
-
-
-def _value(value: Any) -> str:
-    return "–" if value is None else _short(value) if isinstance(value, float) else str(value)
