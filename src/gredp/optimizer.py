@@ -300,7 +300,7 @@ class PrivateOptimizer(Optimizer):
     def _begin(self) -> None:
         """A sum for the step that comes next in the ledger, under its plan."""
         self._stage = self._stages.at(self.ledger.steps - self.charged_before)
-        self.private_step.begin(self._stage.plan)
+        self.private_step.begin_sum(self._stage.plan)
 
     def _release(self, draw: Draw | None) -> dict[str, Tensor]:
         """Charge the step, then noise the sum."""

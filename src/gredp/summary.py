@@ -132,7 +132,7 @@ def _held(unit: Unit, calls: Sequence[tuple[Tensor, Tensor]], batch: int, needs:
     dense = sum(p.numel() * max(p.element_size(), 4) for p in own)
     if not calls:
         return 0
-    if unit.rule is None or len(calls) > 1:  # materialised: by the generic rule, or to add up several uses
+    if unit.rule is None or len(calls) > 1:  # materialized: by the generic rule, or to add up several uses
         return dense
     x, g = (t.new_empty(batch, *t.shape[1:]) for t in calls[0])
     gradients = unit.rule(unit.layer, x, g)

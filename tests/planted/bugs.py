@@ -153,8 +153,8 @@ def views_of_a_record_torn_apart(patch: Patch) -> None:
 
 def a_schedule_that_is_charged_and_not_drawn(patch: Patch) -> None:
     """Every step draws the noise of factor 1, whatever factor it was charged for."""
-    honest = step.PrivateStep.begin
-    patch.setattr(step.PrivateStep, "begin", lambda self, plan: honest(self, self.plan))
+    honest = step.PrivateStep.begin_sum
+    patch.setattr(step.PrivateStep, "begin_sum", lambda self, plan: honest(self, self.plan))
 
 
 def noise_divided_by_the_batch(patch: Patch) -> None:

@@ -26,7 +26,7 @@ def gradients(layer: nn.Module, activations: list[Tensor], backprops: Tensor) ->
 
 
 def norms(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> Samples:
-    """Each trainable parameter → `[b]`, for the "ghost" mode: no gradient is materialised for it."""
+    """Each trainable parameter → `[b]`, for the "ghost" mode: no gradient is materialized for it."""
     return _by_rule(layer, activations, backprops, norm=True)
 
 

@@ -24,8 +24,8 @@ SHARES = "energy shares"
 class PrivateStep:
     """Executes plans. Records go in by `accumulate`, a real gradient comes out of `release`.
 
-    `plan` is that of every step, or where the noise is scheduled, of a step at factor 1: `begin` is given
-    that of each step then.
+    `plan` is that of every step, or where the noise is scheduled, of a step at factor 1: `begin_sum` is
+    given that of each step then.
     """
 
     def __init__(self, plan: StepPlan, source: NoiseSource, expected_batch_size: float) -> None:
@@ -39,7 +39,7 @@ class PrivateStep:
             if plan.shaping is not None
             else None
         )
-        self.begin(plan)
+        self.begin_sum(plan)
         #: by which processes tell the private models apart
         self.number = 0
 
@@ -52,7 +52,7 @@ class PrivateStep:
             return {name: torch.tensor([0.0, 1.0]) for name in self.block_views}
         return {name: torch.ones(1) for name in self.block_views}
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_sum(self, plan: StepPlan) -> None:
         """Begin a sum, under the plan of the step that it is for. What was summed before is forgotten.
 
         A plan differs from the first one in its noise alone, and is that of its sum until this is released.
@@ -108,7 +108,7 @@ class PrivateStep:
 
     def discard(self) -> None:
         """Forget the sum so far; nothing of it was released."""
-        self.begin(self.plan)
+        self.begin_sum(self.plan)
 
     @property
     def accumulated(self) -> bool:
