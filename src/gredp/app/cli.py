@@ -16,6 +16,7 @@ import tyro
 from gredp.app.account import AccountSettings, run_account
 from gredp.app.audit import AuditSettings, run_audit
 from gredp.app.compare import CompareSettings, run_compare
+from gredp.app.known_data import fetchable
 from gredp.app.merge_settings import named, resolved
 from gredp.app.report.command import ReportSettings, run_report
 from gredp.app.settings import FILE, TrainSettings, saved_settings
@@ -28,6 +29,8 @@ from gredp.storage.files import one_line
 
 if TYPE_CHECKING:
     from gredp.app.train import Run
+
+DATA_NAMES = f"{', '.join(fetchable())}; for schema, the path of a public .csv"
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,7 @@ class DataSettings:
     data schema PUBLIC.csv --label COLUMN` prints the schema of a public table."""
 
     action: Annotated[Literal["get", "list", "schema"], tyro.conf.Positional]
-    name: Annotated[str | None, tyro.conf.Positional] = None
-    """mnist, fashion-mnist, cifar10 or cifar100; for schema, the path of a public .csv"""
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(help=DATA_NAMES)] = None
     label: str | None = None
     """for schema: the column to predict"""
     data_dir: str | None = None

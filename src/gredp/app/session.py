@@ -17,7 +17,8 @@ from gredp.app.data import Splits
 from gredp.app.dataset import Records, describe_data
 from gredp.app.features.cache import Front
 from gredp.app.features.normalise import ChannelNorm, certificate, release
-from gredp.app.models import DEFAULT_MODEL, build
+from gredp.app.known_data import usual_model
+from gredp.app.models import build
 from gredp.app.settings import FILE, TrainSettings
 from gredp.app.signals import Stopped, Waiting
 from gredp.distributed import (
@@ -246,7 +247,7 @@ def _refuse_finished(folder: Path) -> None:
 
 def network(settings: TrainSettings, data: Splits) -> str:
     table = len(data.input_shape) == 1
-    by_default = "mlp" if table else "linear" if data.features else DEFAULT_MODEL.get(data.name, "model3")
+    by_default = "mlp" if table else "linear" if data.features else usual_model(data.name)
     return settings.model or by_default
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from gredp.app.known_data import EMBEDDED, fetchable
 from gredp.app.learning_rate import Schedule
 from gredp.app.trackers import TrackerName, check_trackers
 from gredp.errors import GredpError
@@ -18,6 +19,8 @@ from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
 from gredp.storage.files import read_document
 
+DATASETS = f"""{EMBEDDED} (embedded), {", ".join(fetchable())}, the path of your own .npz or .csv, of a
+folder train/CLASS, test/CLASS of images, or of .npy files for data larger than memory"""
 #: where the settings lie in a run's folder
 FILE = "settings.json"
 Front = Literal["none", "scattering"]
@@ -44,9 +47,7 @@ class TrainSettings:
     recipe: str | None = None
     """settings from a file: mnist, fashion-mnist, cifar10, cifar10-transfer, or the path of your own .toml;
     other options given here come before it"""
-    dataset: Annotated[str, tyro.conf.arg(aliases=["--data"])] = "digits"
-    """digits (embedded), mnist, fashion-mnist, cifar10, cifar100, the path of your own .npz or .csv, of a
-    folder train/CLASS, test/CLASS of images, or of .npy files for data larger than memory"""
+    dataset: Annotated[str, tyro.conf.arg(aliases=["--data"], help=DATASETS)] = EMBEDDED
     holdout: float | None = None
     """share of class folders or of a table to keep apart for the test, where there is no test split"""
     image_size: int | None = None

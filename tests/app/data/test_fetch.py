@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from gredp.app.cli import main
-from gredp.app.data import KNOWN, fetch
-from gredp.app.data.fetch import Source, digest, get, in_order, listing, state
+from gredp.app.data import KNOWN, load
+from gredp.app.data.fetch import digest, get, in_order, listing, state
+from gredp.app.known_data import KnownData, fetchable, usual_model
 from gredp.errors import GredpError
 
+SOURCES = {name: KNOWN[name] for name in fetchable()}
 RNG = np.random.default_rng(0)
 
 
@@ -28,21 +30,14 @@ def arrays_of(shape: tuple[int, ...], train: int, classes: int) -> dict[str, np.
 @pytest.fixture
 def small(monkeypatch):
     """Sources as they are, but of few records with their own checksums; gives the arrays."""
-    monkeypatch.setattr(Source, "shapes", lambda s: small_shapes(s))
     found = {}
-    for name, source in fetch.SOURCES.items():
+    for name, source in SOURCES.items():
         arrays = found[name] = arrays_of(source.shape, 40, 20 if name == "cifar100" else 10)
         parts = tuple(digest(arrays["x_train"][i : i + 8]) for i in range(0, 40, 8)) if source.parts else ()
         sums = tuple(digest(a) for a in arrays.values()) if source.sums else ()
-        monkeypatch.setitem(
-            fetch.SOURCES, name, dataclasses.replace(source, train=40, sums=sums, parts=parts)
-        )
+        few = dataclasses.replace(source, train=40, test=20, sums=sums, parts=parts)
+        monkeypatch.setitem(KNOWN, name, few)
     return found
-
-
-def small_shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    shapes = ((40, *source.shape), (40,), (20, *source.shape), (20,))
-    return dict(zip(("x_train", "y_train", "x_test", "y_test"), shapes))
 
 
 @pytest.fixture
@@ -50,8 +45,8 @@ def hub(monkeypatch, small):
     """A fake `datasets` that serves `small`; changes to the dictionary change what it serves."""
 
     def load_dataset(repository: str, *, split: str) -> dict[str, list]:
-        name = next(n for n, s in fetch.SOURCES.items() if s.repository == repository)
-        source, arrays = fetch.SOURCES[name], small[name]
+        name = next(n for n, s in KNOWN.items() if s.repository == repository)
+        source, arrays = KNOWN[name], small[name]
         return {source.image: list(arrays[f"x_{split}"]), source.label: arrays[f"y_{split}"].tolist()}
 
     module = types.ModuleType("datasets")
@@ -60,7 +55,7 @@ def hub(monkeypatch, small):
     return module
 
 
-@pytest.mark.parametrize("name", list(fetch.SOURCES))
+@pytest.mark.parametrize("name", list(SOURCES))
 def test_what_is_fetched_is_written_as_it_is(hub, small, tmp_path, name):
     path, words = get(name, str(tmp_path / "new" / "folder"))
     assert words.startswith("whole")
@@ -94,7 +89,7 @@ def test_parts_in_another_order_are_put_right(hub, small, tmp_path):
         for key, array in original.items():
             np.testing.assert_array_equal(got[key], array)
     strange = small["cifar10"] | {"x_train": small["cifar10"]["x_train"][::-1]}
-    assert in_order(fetch.SOURCES["cifar10"], strange) is strange
+    assert in_order(KNOWN["cifar10"], strange) is strange
 
 
 @pytest.mark.parametrize(
@@ -173,8 +168,20 @@ def test_the_list_says_what_is_there_and_whether_it_is_whole(hub, tmp_path, caps
     assert "not there" in capsys.readouterr().out
 
 
-def test_every_known_name_has_a_source_with_sums_of_all_arrays_or_of_none():
-    assert set(fetch.SOURCES) | {"digits"} == set(KNOWN)
-    for source in fetch.SOURCES.values():
+def test_every_known_name_has_sums_of_all_arrays_or_of_none():
+    assert set(SOURCES) | {"digits"} == set(KNOWN)
+    for source in SOURCES.values():
         assert len(source.sums) in (0, 4)
         assert all(len(s) == 64 for s in (*source.sums, *source.parts))
+
+
+def test_one_entry_makes_a_data_set_known(tmp_path, monkeypatch, hub, small, capsys):
+    """It is fetched, listed and read, its classes and network are its own."""
+    entry = KnownData(5, "mlp", "somebody/shapes", "image", "label", (6, 6), 40, 20)
+    monkeypatch.setitem(KNOWN, "shapes", entry)
+    small["shapes"] = arrays_of((6, 6), 40, 5)
+    get("shapes", str(tmp_path))
+    assert "shapes" in fetchable()
+    assert {row["name"]: row["whole"] for row in listing(str(tmp_path))}["shapes"]
+    assert load("shapes", str(tmp_path)).classes == 5
+    assert usual_model("shapes") == "mlp"

@@ -17,15 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gredp.app.known_data import ARRAYS, EMBEDDED, KNOWN
 from gredp.errors import GredpError
 from gredp.storage.files import one_line
 
-EMBEDDED = "digits"
-#: number of classes of the data sets that are known by name
-KNOWN = {"digits": 10, "mnist": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}
 #: folders of a data set of images in class folders
 SPLITS = ("train", "test")
-ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 LARGEST_FILE = 8 << 30
 #: floats are meant to lie in [0, 1] or to be standardised; beyond this they are bytes that nobody scaled
 LARGEST_FLOAT = 64
@@ -134,7 +131,7 @@ def load(
     # From the test labels alone: the largest private label would be a release of its own.
     labels = arrays["y_test"]
     whole = labels.size > 0 and labels.dtype.kind in "iu"
-    classes = KNOWN.get(name) or (int(labels.max()) + 1 if whole else 1)
+    classes = KNOWN[name].classes if name in KNOWN else int(labels.max()) + 1 if whole else 1
     x_test, y_test = check_split(f"{path}: test", arrays["x_test"], arrays["y_test"], classes)
     x, y_train = check_split(f"{path}: training", arrays["x_train"], arrays["y_train"], classes)
     if x.shape[1:] != x_test.shape[1:]:

@@ -7,76 +7,15 @@ hashing would take longer than some trainings do, and a wrong pixel is no danger
 import hashlib
 import io
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gredp.app.data.datasets import ARRAYS, EMBEDDED, KNOWN, data_folder, read_archive
+from gredp.app.data.datasets import data_folder, read_archive
+from gredp.app.known_data import ARRAYS, EMBEDDED, KNOWN, KnownData, fetchable
 from gredp.errors import GredpError
 from gredp.storage.files import make_folder, one_line, write
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a data set comes from and what it must be: `sums` are the SHA-256 of the raw arrays.
-
-    They were computed from byte-exact copies of the original files. `parts` are those of runs of 10,000
-    training images, to put them in their original order: a mirror may keep the order of an archive.
-    """
-
-    repository: str
-    image: str
-    label: str
-    shape: tuple[int, ...]
-    train: int
-    sums: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        n, m = self.train, 10_000
-        return dict(zip(ARRAYS, ((n, *self.shape), (n,), (m, *self.shape), (m,))))
-
-
-SOURCES = {
-    "mnist": Source(
-        "ylecun/mnist", "image", "label", (28, 28), 60_000,
-        (
-            "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
-            "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
-            "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
-            "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
-        ),
-    ),
-    # Its publishers give checksums of compressed files only, from which those of the arrays do not follow.
-    "fashion-mnist": Source("zalando-datasets/fashion_mnist", "image", "label", (28, 28), 60_000),
-    "cifar10": Source(
-        "uoft-cs/cifar10", "img", "label", (32, 32, 3), 50_000,
-        (
-            "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
-            "2b7cd2f24487317614016b72ffd53071c3062f592f0eb300c18a770d41ae1253",
-            "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04",
-            "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
-        ),
-        (
-            "fc115a3de050d667b88cbd5b0b9612ebf996c54230fe7758f3a14bb5af9a1c27",
-            "89e609b642f687bc796fa3bfa4211005582a0e8131d463d996d11ddb297d312e",
-            "93a365823e61729490a8801d80864ccd0ab1e8c98f19d71af65644d1c5f1486e",
-            "809eb95ecd057a36516318f5023ea619009dd70dd38193db9da43125a928e6fa",
-            "d05b7d66d216d6df882cc760cdc0ff2f1f0437abf699ed16005c021ef0add9cb",
-        ),
-    ),
-    "cifar100": Source(
-        "uoft-cs/cifar100", "img", "fine_label", (32, 32, 3), 50_000,
-        (
-            "4e457917601a66aed021f5fa37957b56c6319557c0a8ed5484de3c390af45430",
-            "9f11b9f97aad759ba6df0a33e3218b01d8deaf4ed3a14aa1185d69b9ad7ebcb3",
-            "4cb8e5d9309da489bf6b19cc10cd96c3ae6f8daf225380b605aaee4c0d6aee19",
-            "4dad7d09c7c97d33f6cb928d705cf4196221316fd6e31bdd978a08ed9103ee0b",
-        ),
-    ),
-}  # fmt: skip
 
 
 def get(name: str, folder: str | None = None) -> tuple[Path, str]:
@@ -86,15 +25,15 @@ def get(name: str, folder: str | None = None) -> tuple[Path, str]:
     """
     if name == EMBEDDED:
         raise GredpError(f"{EMBEDDED} is embedded: there is nothing to get")
-    if name not in SOURCES:
-        raise GredpError(f"unknown data set {name!r}: one of {', '.join(SOURCES)}")
+    if name not in KNOWN:
+        raise GredpError(f"unknown data set {name!r}: one of {', '.join(fetchable())}")
     path = data_folder(folder) / f"{name}.npz"
     if path.exists() and state(name, folder)[0]:
         return path, state(name, folder)[1]
-    arrays = in_order(SOURCES[name], _download(name, path))
+    arrays = in_order(KNOWN[name], _download(name, path))
     found = difference(name, arrays)
     if found:
-        raise GredpError(f"what {SOURCES[name].repository} gave is not {name}: {found}; nothing was written")
+        raise GredpError(f"what {KNOWN[name].repository} gave is not {name}: {found}; nothing was written")
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
     make_folder(path.parent)
@@ -128,7 +67,7 @@ def listing(folder: str | None = None) -> list[dict[str, Any]]:
 
 def difference(name: str, arrays: dict[str, np.ndarray]) -> str:
     """What is not as it must be, or nothing."""
-    source = SOURCES[name]
+    source = KNOWN[name]
     for key, shape in source.shapes().items():
         array = arrays[key]
         if array.shape != shape or array.dtype != np.uint8:
@@ -137,8 +76,8 @@ def difference(name: str, arrays: dict[str, np.ndarray]) -> str:
         if digest(arrays[key]) != expected:
             return f"{key} has another SHA-256 than the original"
     for key in ("y_train", "y_test"):
-        counts = np.bincount(arrays[key], minlength=KNOWN[name])
-        if not source.sums and set(counts) != {len(arrays[key]) // KNOWN[name]}:
+        counts = np.bincount(arrays[key], minlength=source.classes)
+        if not source.sums and set(counts) != {len(arrays[key]) // source.classes}:
             return f"{key} does not hold every class equally often"
     return ""
 
@@ -147,7 +86,7 @@ def digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
-def in_order(source: Source, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def in_order(source: KnownData, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The training records with their parts in the original order, if those are the parts."""
     if not source.parts or len(arrays["x_train"]) != source.train:
         return arrays
@@ -164,11 +103,11 @@ def in_order(source: Source, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def _whole(name: str) -> str:
-    return "whole" if SOURCES[name].sums else "whole by its shapes and labels; no checksum is known"
+    return "whole" if KNOWN[name].sums else "whole by its shapes and labels; no checksum is known"
 
 
 def _download(name: str, path: Path) -> dict[str, np.ndarray]:
-    source = SOURCES[name]
+    source = KNOWN[name]
     shapes = ", ".join(f"{key} {list(shape)}" for key, shape in source.shapes().items())
     by_hand = f"or put a NumPy archive with uint8 {shapes} at {path}"
     try:

@@ -33,8 +33,6 @@ MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
     "mirror-linear": mirror_linear,
     "scatter-cnn": scatter_cnn,
 }
-#: the network that goes with a data set when none is named
-DEFAULT_MODEL = {"digits": "lenet-small", "mnist": "lenet5", "fashion-mnist": "lenet5"}
 
 
 def build(name: str, input_shape: tuple[int, ...], classes: int, block: int = 0) -> nn.Module:
@@ -47,4 +45,4 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, block: int = 0)
     return to_spectral(model, block) if block else model
 
 
-__all__ = ["DEFAULT_MODEL", "MODELS", "build"]
+__all__ = ["MODELS", "build"]
