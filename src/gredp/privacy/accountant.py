@@ -54,26 +54,6 @@ class Accounting:
     rough: str | None = None
 
 
-#: by name; a new one is one more entry
-ACCOUNTANTS = {
-    "pld": Accounting(
-        "privacy-loss distributions",
-        lambda spent, delta: _least_epsilon(spent, delta),
-        lambda spent, epsilons: _least_deltas(spent, epsilons),
-        rough="rdp",
-    ),
-    "rdp": Accounting(
-        "Rényi differential privacy",
-        lambda spent, delta: _rdp_epsilon(spent, delta),
-        lambda spent, epsilons: _rdp_deltas(spent, epsilons),
-    ),
-}
-if TYPE_CHECKING:
-    AccountantName = str
-else:  # for the command line, which lists them
-    AccountantName = Literal[*ACCOUNTANTS]
-
-
 def check_delta(delta: float) -> None:
     if not 0 < delta < 1:
         raise GredpError(f"delta must lie strictly between 0 and 1, not {delta}")
@@ -113,7 +93,7 @@ def check_accountant(name: str) -> None:
         raise GredpError(f"unknown accountant {name!r}: choose one of {', '.join(ACCOUNTANTS)}")
 
 
-def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName = "pld") -> float:
+def epsilon(entries: Iterable[Entry], delta: float, accountant: str = "pld") -> float:
     """The proven ε of `entries` at `delta`; never below what was spent."""
     check_delta(delta)
     check_accountant(accountant)
@@ -132,9 +112,7 @@ def epsilon(entries: Iterable[Entry], delta: float, accountant: AccountantName =
     return _epsilon(tuple((z, q, n) for (z, q), n in sorted(merged.items())), delta, accountant)
 
 
-def deltas(
-    entries: Iterable[Entry], epsilons: list[float], accountant: AccountantName = "pld"
-) -> list[float]:
+def deltas(entries: Iterable[Entry], epsilons: list[float], accountant: str = "pld") -> list[float]:
     """The proven δ of `entries` at each ε; every multiplier must be above 0 and finite."""
     check_accountant(accountant)
     spent = tuple((e.noise_multiplier, e.sample_rate, e.steps) for e in mechanisms(entries) if e.steps)
@@ -260,13 +238,24 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+#: by name; a new one is one more entry
+ACCOUNTANTS = {
+    "pld": Accounting("privacy-loss distributions", _least_epsilon, _least_deltas, rough="rdp"),
+    "rdp": Accounting("Rényi differential privacy", _rdp_epsilon, _rdp_deltas),
+}
+if TYPE_CHECKING:
+    AccountantName = str
+else:  # for the command line, which lists them
+    AccountantName = Literal[*ACCOUNTANTS]
+
+
 class Accountant:
     """The view of a ledger that an Opacus user knows: `accountant.get_epsilon(delta=1e-5)`."""
 
-    def __init__(self, ledger: Ledger, name: AccountantName = "pld") -> None:
+    def __init__(self, ledger: Ledger, name: str = "pld") -> None:
         check_accountant(name)
         self.ledger = ledger
-        self.name: AccountantName = name
+        self.name: str = name
 
     def get_epsilon(self, delta: float) -> float:
         """The proven ε spent so far."""
