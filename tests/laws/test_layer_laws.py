@@ -726,6 +726,18 @@ def test_make_private_uses_a_rule_registered_from_outside():
         assert_close(value.double(), expected[name], 1e-5)
 
 
+def test_a_rule_that_leaves_a_parameter_out_is_refused_by_name():
+    @register_rule(Counted)
+    def weight_only(layer: Counted, x: Tensor, g: Tensor) -> dict[str, PerSampleGradient]:
+        return {"weight": tapered(layer, x, g)["weight"]}
+
+    x = torch.randn(4, 5)
+    model, _, _, engine = make_private(Counted(5, 3), (x, x), clip=0.5)
+    with pytest.raises(GredpError, match="the rule of Counted gives no gradient for bias"):
+        wavy(model(x)).mean().backward()
+    assert engine.ledger.steps == 0
+
+
 def test_the_example_of_register_rule_runs():
     example = doctest.DocTestFinder().find(register_rule, "register_rule")[0]
     assert not doctest.DocTestRunner().run(example).failed

@@ -1,6 +1,6 @@
 """The layers that own trainable parameters, and the geometry of those parameters as blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.rules import Rule, convolution_with_bias, grid_axes, rule_for
 from gredp.privacy.certificate import Block
@@ -24,6 +25,15 @@ class Unit:
     parameters: dict[str, str]
     #: parameters that do not ask for a gradient while the layer runs
     silenced: list[Tensor] = field(default_factory=list)
+
+    def refuse_left_out(self, gradients: Collection[str]) -> None:
+        """A parameter for which a rule gives nothing would be noised and never trained."""
+        for name in self.parameters:
+            if name not in gradients and self.layer.get_parameter(name).requires_grad:
+                raise GredpError(
+                    f"{self.name}: the rule of {type(self.layer).__name__} gives no gradient for {name}: it "
+                    "would be noised and never trained; return one for each parameter, or freeze it"
+                )
 
 
 def find_units(module: nn.Module) -> list[Unit]:
