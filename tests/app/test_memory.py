@@ -9,11 +9,12 @@ import pytest
 
 #: faults of 20 turns with 64 MiB, after some in which the heap finds its size
 CODE = """
-import resource, torch
+import resource
+import numpy as np
 from gredp.memory import keep_freed_memory
 keep_freed_memory()
 def faults():
-    torch.ones(16 * 2**20).sum()
+    np.ones(8 * 2**20).sum()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     first = faults()
