@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
 from gredp.app.data import load
-from gredp.app.dataset import centred
+from gredp.app.dataset import centered
 from gredp.app.evaluate import judge
 from gredp.app.models import build
 from gredp.gradient.clip import energies
@@ -66,7 +66,7 @@ def drawn_ratio(optimizer, model) -> float:
 def measure(dataset: str, epsilon: float, epochs: int, batch: int, window: int, data_dir: str | None) -> dict:
     torch.manual_seed(0)
     data = load(dataset, data_dir)
-    x, y = centred(data.x_train), data.y_train
+    x, y = centered(data.x_train), data.y_train
     model = build("model3", data.input_shape, data.classes)
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
@@ -100,7 +100,7 @@ def measure(dataset: str, epsilon: float, epochs: int, batch: int, window: int, 
         "groups": len(optimizer.private_step.learned_shape.sizes),
         "noise_multiplier": optimizer.noise_multiplier,
         "proven_epsilon": engine.get_epsilon(1e-5),
-        "test_accuracy": judge(model, centred(data.x_test), data.y_test)[0],
+        "test_accuracy": judge(model, centered(data.x_test), data.y_test)[0],
         "energy_relative_to_white": rows,
         "geometric_mean_shaped": math.exp(sum(math.log(r["shaped"]) for r in rows) / len(rows)),
     }

@@ -99,8 +99,8 @@ def test_parts_are_even_independent_and_hidden_without_the_key():
         expected = n / len(counts)
         statistic = float(((counts - expected) ** 2 / expected).sum())
         assert statistic <= len(counts) - 1 + 6 * math.sqrt(2 * len(counts))
-    neighbours = parts * one[:-1] + one[1:]  # of consecutive records
-    counts = torch.bincount(neighbours).double()
+    neighbors = parts * one[:-1] + one[1:]  # of consecutive records
+    counts = torch.bincount(neighbors).double()
     assert float(((counts - n / 36) ** 2 / (n / 36)).sum()) <= 35 + 6 * math.sqrt(70)
     assert torch.equal(one[[5, 17, 3]], Split(bytes([1]) * 32, parts).part_of(torch.tensor([5, 17, 3])))
 

@@ -159,7 +159,7 @@ def test_inputs_that_are_not_the_drawn_records_are_refused_whatever_their_number
     assert rates(engine) == [0.5]
 
 
-def test_a_private_optimiser_is_not_copied():
+def test_a_private_optimizer_is_not_copied():
     _, model, optimizer, loader = private()
     with pytest.raises(GredpError, match="neither copied nor pickled"):
         copy.deepcopy(optimizer)

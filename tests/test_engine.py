@@ -152,7 +152,7 @@ def test_plain_is_the_ordinary_gradient():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
-def test_any_optimiser_steps_on_the_private_gradient(kind):
+def test_any_optimizer_steps_on_the_private_gradient(kind):
     x, y = records(8)
     model = small_model()
     twin = copy.deepcopy(model)
@@ -192,7 +192,7 @@ def test_schedulers_and_closures_work():
 
 
 def test_the_charge_comes_before_the_update():
-    """A crash in the optimiser must leave the step charged: ε is never below what was spent."""
+    """A crash in the optimizer must leave the step charged: ε is never below what was spent."""
     x, y = records(8)
     model, optimizer, _, engine = make_private(small_model(), (x, y), noise_multiplier=1.0)
 
@@ -412,7 +412,7 @@ def test_parameters_outside_the_private_path_are_refused_by_name():
     with pytest.raises(GredpError, match=r"parameter 5\.weight is trainable but not given"):
         attempt(model, torch.optim.SGD(model[:4].parameters(), lr=0.1))
     stranger = nn.Parameter(torch.zeros(1))
-    with pytest.raises(GredpError, match="1 of the optimiser's parameters do not belong"):
+    with pytest.raises(GredpError, match="1 of the optimizer's parameters do not belong"):
         attempt(model, torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
     for p in model.parameters():
         p.requires_grad_(False)

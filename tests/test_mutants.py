@@ -162,7 +162,7 @@ MUTANTS = [
         laws.test_sums_are_divided_by_the_expected_batch_whatever_was_drawn,
     ),
     Mutant(
-        bugs.steps_from_the_length_of_the_data, laws.test_every_constant_is_the_same_on_neighbours, ("dpsgd",)
+        bugs.steps_from_the_length_of_the_data, laws.test_every_constant_is_the_same_on_neighbors, ("dpsgd",)
     ),
     Mutant(bugs.shuffling_accounted_as_poisson, test_sampling.test_batch_sizes_vary_as_independent_draws_do),
     Mutant(bugs.shuffling_accounted_as_poisson, test_sampling.test_records_come_back_within_an_epoch),

@@ -71,7 +71,7 @@ REFUSED = {
     "EmbeddingBag with max_norm": lambda: frozen(nn.EmbeddingBag(4, 4, max_norm=1.0)),
     "Embedding with scale_grad_by_freq.*False": lambda: nn.Embedding(4, 4, scale_grad_by_freq=True),
     "Linear has complex parameters": lambda: nn.Linear(4, 4, dtype=torch.cfloat),
-    "ParametrizationList.*remove the parametrisation": lambda: weight_norm(nn.Linear(4, 4)),
+    "ParametrizationList.*remove the parametrization": lambda: weight_norm(nn.Linear(4, 4)),
     "LazyLinear has no shapes yet.*one forward": lambda: nn.LazyLinear(4),
     "LazyConv2d has no shapes yet": lambda: nn.LazyConv2d(4, 3),
 }
@@ -387,7 +387,7 @@ def test_a_weight_used_outside_its_layer_is_refused_by_name():
 
 
 def test_a_penalty_on_the_weights_is_refused_by_name():
-    # its gradient would reach the optimiser without clip
+    # its gradient would reach the optimizer without clip
     model, _, _ = make_private(nn.Linear(3, 2), torch.randn(4, 3))
     with pytest.raises(GredpError, match="parameter weight received a gradient outside its layer"):
         (model(torch.randn(4, 3)).square().mean() + model.weight.square().sum()).backward()
@@ -408,7 +408,7 @@ def test_a_parameter_list_is_refused_by_name():
 
 
 def test_a_parameter_unfrozen_after_make_private_is_refused_or_stays():
-    # progressive unfreezing: its raw gradient must never reach the optimiser
+    # progressive unfreezing: its raw gradient must never reach the optimizer
     model = nn.Sequential(frozen(nn.Linear(3, 3)), nn.Linear(3, 2))
     x = torch.randn(4, 3)
     model, optimizer, _ = make_private(model, x)
@@ -748,15 +748,15 @@ def test_a_deep_copy_of_a_private_model_is_an_ordinary_model():
     assert twin.weight.grad is not None
 
 
-def test_parameters_of_model_and_optimiser_must_agree():
+def test_parameters_of_model_and_optimizer_must_agree():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
     loader = DataLoader(TensorDataset(x), batch_size=4)
     settings = {"data_loader": loader, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
     few = torch.optim.SGD(model[0].parameters(), lr=1.0)
-    with pytest.raises(GredpError, match=r"parameter 1.weight is trainable but not given to the optimiser"):
+    with pytest.raises(GredpError, match=r"parameter 1.weight is trainable but not given to the optimizer"):
         PrivacyEngine().make_private(module=model, optimizer=few, **settings)
     many = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=1.0)
-    with pytest.raises(GredpError, match="1 of the optimiser's parameters do not belong to the model"):
+    with pytest.raises(GredpError, match="1 of the optimizer's parameters do not belong to the model"):
         PrivacyEngine().make_private(module=model, optimizer=many, **settings)
     frozen(model)
     with pytest.raises(GredpError, match="no trainable parameter"):
@@ -834,7 +834,7 @@ def test_what_is_no_loader_or_steps_in_its_own_way_is_refused():
         )
 
 
-def test_hooks_of_the_optimiser_are_called():
+def test_hooks_of_the_optimizer_are_called():
     x, called = torch.randn(4, 3), []
     model, optimizer, _ = make_private(nn.Linear(3, 2), x)
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))

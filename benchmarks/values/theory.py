@@ -69,7 +69,7 @@ def _draw(path: Path) -> None:
         points = np.linspace(0, 1, 6)
         drawn = [_deviations(float(x)) for x in points]
         left.plot(points, [even for even, _ in drawn], "C0o", points, [odd for _, odd in drawn], "C1s")
-        left.axhline(1, color="grey", linewidth=0.8, label="the paper's z/σ")
+        left.axhline(1, color="gray", linewidth=0.8, label="the paper's z/σ")
         left.set(xlabel="a, with a² + b² = 1", ylabel="deviation / σc", ylim=(-0.05, 1.65))
         left.set_title("Noise after the real part")
         claimed, proven = _prices(np.geomspace(0.7, 5, 12))

@@ -1,4 +1,4 @@
-"""`PrivacyEngine.make_private` joins both rails around a user's model, optimiser and data."""
+"""`PrivacyEngine.make_private` joins both rails around a user's model, optimizer and data."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from gredp.sampling.loader import one_record
 from gredp.sampling.same_records import refuse_other_records
 from gredp.storage.checkpoint import contract
 from gredp.storage.resumable import Resumable
-from gredp.summary import Summary, html_table, run_on_zeros, summarise
+from gredp.summary import Summary, html_table, run_on_zeros, summarize
 from gredp.validation import validate
 
 
@@ -118,7 +118,7 @@ class PrivacyEngine(Resumable):
         | case | what happens |
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | refused by name |
-        | a trainable parameter outside the optimiser, or one of the optimiser's outside the model | refused |
+        | a trainable parameter outside the optimizer, or one of the optimizer's outside the model | refused |
         | poisson_sampling=False, a model in torch's DistributedDataParallel | refused |
         | several processes | train as one, from the first one's weights; if told different things: refused |
         | correlation_bands·q above 1; correlation_bands with `claim="paper"`, plain or a schedule | refused |
@@ -311,7 +311,7 @@ class PrivacyEngine(Resumable):
             run = partial(run_on_zeros, model, example)
         elif self._loader is not None and self._capture is not None and model is self._capture.module:
             run = partial(run_on_zeros, model, one_record(self._loader))
-        return summarise(model, run, batch, needs)
+        return summarize(model, run, batch, needs)
 
     def __repr__(self) -> str:
         return f"PrivacyEngine(accountant={self.accountant.name!r}, steps={self.ledger.steps})"

@@ -73,7 +73,7 @@ class Split:
 
     Formal guarantee. To whoever does not hold the key the records fall into parts independently and evenly,
     so that a record more or less leaves the law of the others' parts as it was. Given the split, ε still
-    holds for neighbours in which the other records keep their numbers: it may lie in the run's folder.
+    holds for neighbors in which the other records keep their numbers: it may lie in the run's folder.
     """
 
     key: bytes

@@ -74,21 +74,21 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
             "DistributedDataParallel would add up gradients that were not clipped: give the model itself"
         )
     if isinstance(optimizer, PrivateOptimizer):
-        raise GredpError("this optimiser is private already")
+        raise GredpError("this optimizer is private already")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise GredpError(
-            "LBFGS evaluates the loss several times in a step: use an optimiser that does so once"
+            "LBFGS evaluates the loss several times in a step: use an optimizer that does so once"
         )
     names = {id(p): n for n, p in module.named_parameters()}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = stepped - set(names)
     if foreign:
-        raise GredpError(f"{len(foreign)} of the optimiser's parameters do not belong to the model")
+        raise GredpError(f"{len(foreign)} of the optimizer's parameters do not belong to the model")
     trainable = {id(p) for p in module.parameters() if p.requires_grad}
     loose = [names[i] for i in names if i in trainable - stepped]
     if loose:
         raise GredpError(
-            f"parameter {loose[0]} is trainable but not given to the optimiser: "
+            f"parameter {loose[0]} is trainable but not given to the optimizer: "
             "freeze it with requires_grad_(False), or add it"
         )
     if not trainable:

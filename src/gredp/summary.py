@@ -77,7 +77,7 @@ class Summary:
         return f"{html_table(body, head)}<p>{html.escape(self._note())}</p>"
 
 
-def summarise(
+def summarize(
     model: nn.Module, run: Callable[[], Any] | None, batch: int = 1, needs: Needs = "norms"
 ) -> Summary:
     """`run` calls the model on one record; without it memory is not known. `needs` is the method's."""

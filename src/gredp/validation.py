@@ -49,7 +49,7 @@ def problem(layer: nn.Module) -> str | None:
         if trainable and layer.scale_grad_by_freq:
             return f"{kind} with scale_grad_by_freq counts ids over the batch: set it to False"
     elif isinstance(layer, ParametrizationList) and trainable:
-        return f"{kind}: parametrised weights belong to no layer's forward; remove the parametrisation first"
+        return f"{kind}: parametrized weights belong to no layer's forward; remove the parametrization first"
     elif isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         return f"{kind} has no shapes yet: run one forward before make_private"
     return None

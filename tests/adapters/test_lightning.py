@@ -200,7 +200,7 @@ class Normalises(Classifier):
         (Classifier, {"overfit_batches": 1}, "overfit_batches"),
         (Classifier, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
         (Classifier, {"max_epochs": -1}, "fixed and positive"),
-        (Manual, {}, "manual optimisation"),
+        (Manual, {}, "manual optimization"),
         (Skips, {}, "cannot be left out"),
         (Draws, {}, "dataloader_iter"),
         (Remembers, {}, "buffer mean was changed"),
@@ -251,7 +251,7 @@ class Scheduled(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-def test_schedulers_drive_the_private_optimiser(tmp_path):
+def test_schedulers_drive_the_private_optimizer(tmp_path):
     callback = private(folder=tmp_path / "run")
     fit(Scheduled(), callback, epochs=2)
     assert callback.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)

@@ -132,7 +132,7 @@ def test_the_audit_of_a_run_plays_its_method_with_its_options(capsys, tmp_path, 
     status, _ = audit(capsys, "--run", str(tmp_path), "--plays", "30", "--alpha", "1e-7")
     assert status == 0
     assert {name: played[0].options[name] for name in told} == told
-    (tmp_path / "record.json").write_text(json.dumps(record | {"settings": {"colour": "red"}}))
+    (tmp_path / "record.json").write_text(json.dumps(record | {"settings": {"color": "red"}}))
     status, out = audit(capsys, "--run", str(tmp_path))
     assert (status, "not of this version" in out) == (2, True)
 

@@ -113,7 +113,7 @@ def test_the_learning_rate_rises_and_falls():
     assert rate_factor("cosine", 20, 20)(20) == 1.0
 
 
-def test_schedulers_of_torch_drive_a_private_optimiser(tmp_path):
+def test_schedulers_of_torch_drive_a_private_optimizer(tmp_path):
     """As a user would: two of them in a row, saved with the run and taken up again."""
 
     def scheduled():

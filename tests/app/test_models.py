@@ -28,7 +28,7 @@ COUNTS = {
         (3, 32, 32),
         896 + 27744 + 166080 + 221312 + 147584 + 128 * 120 + 120 + 120 * 84 + 84 + 850,
     ),
-    # as Tramèr and Boneh count it; 26,010 for grey images, below
+    # as Tramèr and Boneh count it; 26,010 for gray images, below
     "cnn-tanh": ((3, 32, 32), 550_570),
     "wrn16-4": (
         (3, 32, 32),
@@ -106,7 +106,7 @@ def test_transfer_trains_the_last_convolutions_and_the_classifier():
         transfer(ResNet18(), 3)
 
 
-def test_the_network_for_grey_images_is_the_one_of_the_table():
+def test_the_network_for_gray_images_is_the_one_of_the_table():
     model = build("cnn-tanh", (1, 28, 28), 10)
     assert sum(p.numel() for p in model.parameters()) == 26_010
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)

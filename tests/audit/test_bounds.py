@@ -152,7 +152,7 @@ def test_one_run_bounds_follow_the_binomial():
     assert one_run_epsilon(500, 100, 50, 1e-5, 0.01) == 0
 
 
-def test_one_run_never_alarms_too_often_on_randomised_response():
+def test_one_run_never_alarms_too_often_on_randomized_response():
     """The mechanism that meets the bound: each coin is reported rightly with probability e^ε/(1 + e^ε)."""
     rng = np.random.default_rng(5)
     p = math.e / (1 + math.e)

@@ -15,7 +15,7 @@ from gredp.spectrum import grid_energy
 GEOMETRY = ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))
 
 
-def cancelling(records: int, channels: int, outputs: int, size: int, left: float) -> Correlation:
+def canceling(records: int, channels: int, outputs: int, size: int, left: float) -> Correlation:
     """Inputs nearly constant over positions against output gradients that nearly sum to zero there."""
     generator = torch.Generator().manual_seed(channels)
     x = torch.randn(records, channels, 1, 1, generator=generator).expand(-1, -1, size, size)
@@ -36,7 +36,7 @@ def exact(correlation: Correlation) -> torch.Tensor:
 @pytest.mark.parametrize(("channels", "outputs", "size"), [(128, 128, 8), (64, 256, 4), (512, 512, 2)])
 def test_norm_is_not_short_where_the_sum_cancels(channels, outputs, size, left):
     """A norm that comes out too small lets a record pass the clip; too large by a little is harmless."""
-    correlation = cancelling(6, channels, outputs, size, left)
+    correlation = canceling(6, channels, outputs, size, left)
     found, truth = gram_norm(correlation), exact(correlation)
     assert (found >= truth * (1 - 2e-6)).all()
     if left == 1.0:  # an ordinary record is not clipped noticeably harder
@@ -69,7 +69,7 @@ def test_energies_by_frequency_equal_those_of_the_kernels(kernel, stride, dilati
 
 @pytest.mark.parametrize("left", [1.0, 1e-3])
 def test_no_frequency_falls_short_where_the_sums_cancel(left):
-    correlation = cancelling(6, 128, 128, 8, left)
+    correlation = canceling(6, 128, 128, 8, left)
     truth = grid_energy(
         Correlation(correlation.x.double(), correlation.gradient.double(), *GEOMETRY).dense(), 2
     )

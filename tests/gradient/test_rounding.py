@@ -194,7 +194,7 @@ def test_long_products_that_are_rounded_the_same_way_do_not_pass_the_clip(width,
 
 
 def test_an_ordinary_record_is_clipped_to_its_own_norm():
-    """The share that counts as left is far below what cancelling leaves of natural gradients."""
+    """The share that counts as left is far below what canceling leaves of natural gradients."""
     torch.manual_seed(0)
     x = torch.randn(1, 1, 32, 32)
     model = nn.Sequential(

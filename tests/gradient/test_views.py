@@ -204,7 +204,7 @@ def slow_view(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor
 
 
 @pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 28), (1, 8), (3, 9)])
-def test_views_are_shifted_and_colour_images_flipped(channels, size):
+def test_views_are_shifted_and_color_images_flipped(channels, size):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, channels, size, size, generator=generator)
     uniform = 1 - torch.rand(200, DRAWS, dtype=torch.float64, generator=generator)

@@ -238,7 +238,7 @@ def assert_equals_the_loop(model: nn.Module, x: Tensor, tolerance: float = 1e-9)
 
 
 def assert_answers_agree(gradients: dict[str, PerSampleGradient], tolerance: float = 1e-9) -> None:
-    """The quick answers of each gradient against its materialised values."""
+    """The quick answers of each gradient against its materialized values."""
     for gradient in gradients.values():
         dense = gradient.dense()
         rows = dense.double().reshape(len(dense), -1 if len(dense) else 0)

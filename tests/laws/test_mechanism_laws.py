@@ -231,7 +231,7 @@ def clipped_norms(optimizer, delta: dict[str, torch.Tensor]) -> list[tuple[float
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(mechanism):
-    """N: 200 pairs of neighbours over the kinds of record, noise off, everything else alike."""
+    """N: 200 pairs of neighbors over the kinds of record, noise off, everything else alike."""
     x, y = records(6)
     model = small_model()
     options = MECHANISMS[mechanism]
@@ -292,7 +292,7 @@ def constants(optimizer, loader):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_every_constant_is_the_same_on_neighbours(mechanism):
+def test_every_constant_is_the_same_on_neighbors(mechanism):
     """R: σ, C, q, divisor, steps and shapes on D and on D with one record more or less."""
     x, y = records(21)
     seen = []

@@ -64,7 +64,7 @@ def _private(model: nn.Module, data: Tensor, rate: float = 1.0, z: float = 0.0, 
 
 
 def _released(model: Any, optimizer: Any, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """One step; what it hands to the optimiser, as a sum over records."""
+    """One step; what it hands to the optimizer, as a sum over records."""
     optimizer.zero_grad()
     (model(x) * scale).sum(1).mean().backward()
     optimizer.step()
@@ -72,7 +72,7 @@ def _released(model: Any, optimizer: Any, x: Tensor, scale: Tensor | float = 1.0
     return torch.cat(found).double() * BATCH
 
 
-def neighbours() -> Verdict:
+def neighbors() -> Verdict:
     """N: noise off, one record more, be it hostile: the sum moves by at most the clipping norm."""
     x = torch.linspace(-1, 1, 24).view(4, 6)
     hostile = ((1, 1), (1e6, 1), (3e18, 2e-23), (2e-23, 3e18), (1e38, 1), (math.inf, 1), (math.nan, 1))
@@ -154,7 +154,7 @@ def charge_order() -> Verdict:
     optimizer.original_optimizer.step = crash
     with suppress(InterruptedError):
         _released(model, optimizer, x)
-    return None if engine.ledger.steps == 1 else "a step that crashed in the optimiser was not charged"
+    return None if engine.ledger.steps == 1 else "a step that crashed in the optimizer was not charged"
 
 
 def calibration() -> Verdict:

@@ -61,7 +61,7 @@ def test_the_entries_unrolled_are_the_charges_in_their_order(charges):
     ]
     assert unrolled == charges
     assert ledger.steps == len(charges)
-    # Run-length: neighbours always differ, so a long run cannot grow the ledger.
+    # Run-length: neighbors always differ, so a long run cannot grow the ledger.
     kinds = [(e.noise_multiplier, e.sample_rate, e.claimed_multiplier) for e in ledger.entries]
     assert all(x != y for x, y in pairwise(kinds))
 

@@ -47,7 +47,7 @@ def best_of(single: np.ndarray, trials: float) -> np.ndarray:
 @pytest.mark.parametrize("trials", [1.5, 4.0, 30.0])
 @pytest.mark.parametrize(("values", "lie"), [(2, 0.5), (3, 0.3), (6, 0.7)])
 def test_no_small_mechanism_passes_the_bound(trials, values, lie):
-    """Randomised response; the outcome itself is the score. All pairs of inputs, every order."""
+    """Randomized response; the outcome itself is the score. All pairs of inputs, every order."""
     orders = [1.5, 2.0, 4.0, 8.0, 32.0]
     accountant = rdp.RdpAccountant(orders, NeighboringRelation.REPLACE_ONE)
     response = dp_event.RandomizedResponseDpEvent(lie, values)

@@ -1,4 +1,4 @@
-"""What every adapter is told, and how it becomes a private optimiser and Poisson batches."""
+"""What every adapter is told, and how it becomes a private optimizer and Poisson batches."""
 
 import math
 from collections import Counter

@@ -112,7 +112,7 @@ class PrivateTrainer(Trainer):
         if self.budget.charged and isinstance(scheduler, ReduceLROnPlateau):
             raise GredpError("a run with a plateau scheduler cannot go on: its place was not kept")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch expects a step of the optimiser before
+            warnings.simplefilter("ignore", UserWarning)  # torch expects a step of the optimizer before
             for _ in range(self.budget.charged):  # at an earlier start
                 scheduler.step()
         return scheduler

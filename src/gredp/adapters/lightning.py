@@ -20,7 +20,7 @@ from gredp.sampling import PoissonBatchSampler, part_of
 class PrivacyCallback(Callback):
     """`Trainer(callbacks=[PrivacyCallback(...)])` trains at a proven (ε, δ) and logs "epsilon" every epoch.
 
-    Formal guarantee. That of `PrivacyEngine`, with automatic optimisation, provided that `training_step`
+    Formal guarantee. That of `PrivacyEngine`, with automatic optimization, provided that `training_step`
     returns a mean (with `loss_reduction="sum"`, a sum) of terms that depend on one record each. The number
     of steps is what the Trainer was told (`max_epochs`, `max_steps`, `limit_train_batches`); there is never
     another one. What `training_step` logs of private records is not covered by ε, and decides nothing.
@@ -32,7 +32,7 @@ class PrivacyCallback(Callback):
     | case | what happens |
     |---|---|
     | gradient_clip_val, accumulate_grad_batches, mixed or half precision, several devices | refused |
-    | manual optimisation, several loaders, overfit_batches, reloaded loaders | refused |
+    | manual optimization, several loaders, overfit_batches, reloaded loaders | refused |
     | searches for a batch size or learning rate: they read records uncharged | refused |
     | early stopping, best checkpoints, plateau schedulers by a metric that is not declared public | refused |
     | ckpt_path: its steps are in no ledger | refused |
@@ -69,7 +69,7 @@ class PrivacyCallback(Callback):
             refuse(trainer, pl_module, self.public_metrics)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The first moment with optimisers, before any batch is drawn."""
+        """The first moment with optimizers, before any batch is drawn."""
         refuse(trainer, pl_module, self.public_metrics)  # schedulers were not there before
         loop = trainer.fit_loop
         source = loop._data_source
@@ -78,7 +78,7 @@ class PrivacyCallback(Callback):
         source.instance, loop._combined_loader = loader, None
         loop.setup_data()
         pl_module.train()
-        (optimizer,) = trainer.optimizers  # Lightning refuses more, since optimisation is automatic
+        (optimizer,) = trainer.optimizers  # Lightning refuses more, since optimization is automatic
         self.optimizer = self.budget.spend(pl_module, optimizer, loader, planned(trainer))
         if self.budget.charged and trainer.lr_scheduler_configs:
             raise GredpError("a run with learning rate schedulers cannot go on: their place was not kept")
@@ -126,7 +126,7 @@ class PrivacyCallback(Callback):
         if inner is not self.optimizer or not isinstance(
             trainer.train_dataloader.batch_sampler, PoissonBatchSampler
         ):
-            raise GredpError("the private optimiser or the Poisson batches were replaced during training")
+            raise GredpError("the private optimizer or the Poisson batches were replaced during training")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if self.budget.used_up:
@@ -191,7 +191,7 @@ def refuse(trainer: Trainer, pl_module: LightningModule, public: Collection[str]
         ),
         (
             not pl_module.automatic_optimization,
-            "manual optimisation: use PrivacyEngine in a loop of your own",
+            "manual optimization: use PrivacyEngine in a loop of your own",
         ),
         (trainer.overfit_batches, "overfit_batches replaces the Poisson batches"),
         (

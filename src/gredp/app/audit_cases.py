@@ -115,11 +115,11 @@ def run_case(
 def _digits(canaries: int = 500) -> "tuple[nn.Module, Tensor, Tensor]":
     """A small LeNet and records to train it on."""
     from gredp.app.data import load
-    from gredp.app.dataset import centred
+    from gredp.app.dataset import centered
     from gredp.app.models import build
 
     data = load("digits")
-    x = centred(data.x_train[list(range(canaries))])
+    x = centered(data.x_train[list(range(canaries))])
     return build("lenet-small", data.input_shape, data.classes), x, data.y_train[:canaries]
 
 

@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = {"claimed": "#c44e52", "audited, at least": "#333333", "proven": "#4c72b0"}
+COLORS = {"claimed": "#c44e52", "audited, at least": "#333333", "proven": "#4c72b0"}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -59,7 +59,7 @@ def _bars(axes: Any, rows: list[dict[str, Any]]) -> None:
                 continue
             label = name if place == 0 else None
             shown = min(float(value), top)
-            axes.barh(place + 0.27 * (offset - 1), shown, 0.25, color=COLOURS[name], label=label)
+            axes.barh(place + 0.27 * (offset - 1), shown, 0.25, color=COLORS[name], label=label)
             if float(value) > top:
                 axes.text(top, place + 0.27 * (offset - 1), " ∞", va="center", fontsize=7)
     names = [f"{r['name']} – {r['claim']}{', REFUTED' if r['refuted'] else ''}" for r in rows]

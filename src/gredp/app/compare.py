@@ -1,6 +1,6 @@
 """`gredp compare`: several methods on one data set, model and ε, and which differences are more than chance.
 
-Each method is trained `seeds` times, with another initialisation, other batches and other noise. Intervals
+Each method is trained `seeds` times, with another initialization, other batches and other noise. Intervals
 are those of Student's t for the mean over such runs; differences are Welch's, their p-values corrected by
 Holm for the number of pairs. All runs see the same test set: what another one would say is not covered.
 

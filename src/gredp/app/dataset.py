@@ -15,7 +15,7 @@ from gredp.errors import GredpError
 from gredp.randomness import Secret
 
 
-def centred(x: Tensor) -> Tensor:
+def centered(x: Tensor) -> Tensor:
     """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own. Tables are."""
     return 2 * x - 1 if x.dim() == 4 else x
 
@@ -26,11 +26,11 @@ def as_they_are(x: Tensor) -> Tensor:
 
 
 class Records(Dataset[tuple[Tensor, Tensor]]):
-    """Training records, pixels centred as they are read; a batch is read at once. `views` draws one anew."""
+    """Training records, pixels centered as they are read; a batch is read at once. `views` draws one anew."""
 
     def __init__(self, data: Splits, views: Secret | None = None) -> None:
         self.x, self.y = data.x_train, data.y_train
-        self.prepare = as_they_are if data.features else centred
+        self.prepare = as_they_are if data.features else centered
         self.views = views
 
     def __len__(self) -> int:

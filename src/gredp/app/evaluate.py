@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gredp.app.data import Splits
 from gredp.app.data.datasets import Stored
-from gredp.app.dataset import as_they_are, centred
+from gredp.app.dataset import as_they_are, centered
 from gredp.app.models import build
 from gredp.storage.checkpoint import load_weights
 
@@ -38,5 +38,5 @@ def score(run: "Run", data: Splits) -> int:
     told = run.record["settings"]
     model = build(told["model"], data.input_shape, data.classes, told["block"])
     load_weights(model, load_file(run.folder / "model.safetensors"))
-    share, _ = judge(model, data.x_test, data.y_test, centred)
+    share, _ = judge(model, data.x_test, data.y_test, centered)
     return round(share * len(data.y_test))

@@ -112,11 +112,11 @@ class TrainSettings:
     ema: float = 0.0
     """decay of a moving average of the weights, which is then evaluated and saved; 0 is none"""
     augment: int = 0
-    """random views of each record, averaged before the clip: shifts, and flips of colour images; 0 is none"""
+    """random views of each record, averaged before the clip: shifts, and flips of color images; 0 is none"""
     max_physical_batch_size: int = 512
     """inputs in memory at once; the result does not depend on it"""
     seed: int = 0
-    """for initialisation only; noise and sampling are always secret"""
+    """for initialization only; noise and sampling are always secret"""
     insecure_seed: int | None = None
     """for tests only: makes noise and batches repeatable, and the run worthless as a private one"""
     data_dir: str | None = None
@@ -255,7 +255,7 @@ class TrainSettings:
         if self.normalise and transfer:
             raise GredpError(f"--normalise: {self.model} expects the features as its frozen part gives them")
         if self.normalise and self.front == "none" and self.pretrained is None:
-            raise GredpError("--normalise goes with a front: pixels are centred by fixed numbers")
+            raise GredpError("--normalise goes with a front: pixels are centered by fixed numbers")
         if self.front != "none" and self.pretrained is not None:
             raise GredpError(f"--front {self.front} and --pretrained are two fronts: give one")
         if transfer and self.pretrained is None:

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch.optim.lr_scheduler import LambdaLR
 
 from gredp.app.data import Splits
-from gredp.app.dataset import as_they_are, centred, describe_data, read_data
+from gredp.app.dataset import as_they_are, centered, describe_data, read_data
 from gredp.app.evaluate import judge
 from gredp.app.learning_rate import rate_factor
 from gredp.app.session import Progress, Session, begin, block, network, resume
@@ -101,7 +101,7 @@ def _epochs(session: Session, tracked: Tracker) -> None:
     sampler = session.loader.batch_sampler
     assert isinstance(sampler, PoissonBatchSampler)
     rate = _learning_rate(session)
-    prepare = as_they_are if session.data.features else centred
+    prepare = as_they_are if session.data.features else centered
     progress = session.progress
     if progress is not None:
         progress.begin(session.steps, session.charged, settings.batch_size)

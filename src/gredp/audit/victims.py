@@ -58,7 +58,7 @@ class LinearLoss(nn.Module):
 
 
 class EngineStep:
-    """One step of a private optimiser on a batch that holds every record; weights start at zero each time.
+    """One step of a private optimizer on a batch that holds every record; weights start at zero each time.
 
     `entry` is what the ledger was charged for a step: the claim comes from there, not from the request.
     """
@@ -141,7 +141,7 @@ class EngineTurn(EngineStep):
 
 
 class EngineRun(EngineStep):
-    """A whole run over the data set of these records: engine, Poisson sampler, optimiser, all new."""
+    """A whole run over the data set of these records: engine, Poisson sampler, optimizer, all new."""
 
     def __init__(
         self, options: dict[str, Any], noise_multiplier: float, steps: int, rate: float, **rest: Any

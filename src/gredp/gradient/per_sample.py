@@ -89,7 +89,7 @@ class PerSampleGradient(ABC):
     def norm_bound(self) -> Tensor | None:
         """`[b]`: a bound on the square of what `weighted_sum` adds up for a record before its terms cancel.
 
-        None where they have cancelled already, because the gradient is materialized.
+        None where they have canceled already, because the gradient is materialized.
         """
         return None
 

@@ -17,7 +17,7 @@ from gredp.gradient.per_sample import PerSampleGradient
 from gredp.spectrum import grid_energy
 
 #: what the map's rounding may leave of a gradient that it cancels, relative to that gradient
-CANCELLED = {torch.float32: 1e-4, torch.float64: 1e-12}
+CANCELED = {torch.float32: 1e-4, torch.float64: 1e-12}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Standardized(PerSampleGradient):
         for _, kernels in kernels_of(self.kernels):
             values = kernels.dense()
             scaled = values.flatten(2) * self.scales[:, None]
-            yield self._by_weight(values), squares(scaled) * CANCELLED[values.dtype] ** 2
+            yield self._by_weight(values), squares(scaled) * CANCELED[values.dtype] ** 2
 
     def _by_weight(self, values: Tensor) -> Tensor:
         """`[b, o, c, *kernel]` by the standardized kernels → by the weights."""

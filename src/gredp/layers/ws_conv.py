@@ -18,9 +18,9 @@ class WSConv2d(nn.Conv2d):
 
     def standardized(self) -> tuple[Tensor, Tensor]:
         """Kernels `[out, n]` of norm 1 (a little below) and the scales `[out]` that made them so."""
-        centred = self.weight.flatten(1) - self.weight.flatten(1).mean(1, keepdim=True)
-        scale = torch.rsqrt(centred.square().sum(1) + EPS)
-        return centred * scale[:, None], scale
+        centered = self.weight.flatten(1) - self.weight.flatten(1).mean(1, keepdim=True)
+        scale = torch.rsqrt(centered.square().sum(1) + EPS)
+        return centered * scale[:, None], scale
 
     def standardised(self) -> tuple[Tensor, Tensor]:
         """Deprecated: `standardized`."""

@@ -24,7 +24,7 @@ class ReproduceSettings:
     only: tuple[str, ...] = ()
     """networks and rows to run, such as: lenet5 dpsgd gredp"""
     seeds: int | None = None
-    """initialisations of each cell of table1; by default the scale's"""
+    """initializations of each cell of table1; by default the scale's"""
     out: str = "reproduction"
     """folder of the records; a cell that has one is not run again"""
     runs: str = "runs/reproduce"

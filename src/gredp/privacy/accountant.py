@@ -223,7 +223,7 @@ def _pld_epsilon(spent: Spent, delta: float, scale: float) -> float:
     from gredp.privacy.loss_distribution import both_ways, least_epsilon
 
     # The rounding of losses is pessimistic at any width, so the width is a matter of cost alone:
-    # relative to ε (in powers of two, so that neighbouring calls share it) it keeps the work bounded
+    # relative to ε (in powers of two, so that neighboring calls share it) it keeps the work bounded
     # for a huge ε and the bound tight for a tiny one.
     width = 2.0 ** math.floor(math.log2(max(scale * 1e-4, 1e-7)))
     log_tail = math.log(delta) - math.log(sum(n for _, _, n in spent)) - 20

@@ -5,7 +5,7 @@ Under adding or removing one record this is exactly the Gaussian mechanism with 
 
     z = 1 / sup { ‖Σ^(-1/2) v‖ : v ∈ K }
 
-and nothing done afterwards (inverse transform, real part, crop, optimiser) can lower it.
+and nothing done afterwards (inverse transform, real part, crop, optimizer) can lower it.
 """
 
 import math

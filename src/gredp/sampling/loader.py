@@ -39,7 +39,7 @@ def poisson_loader(
 ) -> DataLoader[Any]:
     """The same loader with Poisson batches at `sample_rate`, by default batch_size/records.
 
-    With a `split` its parts take turns, and the loader tells the optimiser whose turn it is.
+    With a `split` its parts take turns, and the loader tells the optimizer whose turn it is.
     """
     if not isinstance(loader, DataLoader):
         raise GredpError(f"Poisson batches need a torch DataLoader, not a {type(loader).__name__}")

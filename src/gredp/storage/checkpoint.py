@@ -75,7 +75,7 @@ def write_checkpoint(
     try:
         json.dumps(facts)
     except (TypeError, ValueError) as error:
-        raise GredpError(f"the state of the optimiser cannot be kept as JSON: {one_line(error)}") from None
+        raise GredpError(f"the state of the optimizer cannot be kept as JSON: {one_line(error)}") from None
     # Clones: tied parameters share memory, which the format does not have.
     folder.save(save({n: v.detach().cpu().contiguous().clone() for n, v in tensors.items()}), facts)
 

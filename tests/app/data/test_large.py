@@ -43,10 +43,10 @@ def folder_of(path: Path, **arrays: np.ndarray) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["uint8", "float", "colour"])
+@pytest.mark.parametrize("kind", ["uint8", "float", "color"])
 def test_mapped_records_equal_those_in_memory(tmp_path, kind):
     rng = np.random.default_rng(1)
-    shape = (40, 8, 9, 3) if kind == "colour" else (40, 8, 9)
+    shape = (40, 8, 9, 3) if kind == "color" else (40, 8, 9)
     x = rng.random(size=shape) if kind == "float" else rng.integers(0, 256, shape, dtype=np.uint8)
     folder = folder_of(tmp_path / "mine", x_train=x, x_test=x[:10])
     np.savez(tmp_path / "mine.npz", **{p.stem: np.load(p) for p in Path(folder).iterdir()})

@@ -299,8 +299,8 @@ def folders(root: Path, mode: str = "RGB", size: tuple[int, int] = (8, 6), split
         for number, name in enumerate(("cat", "dog")):
             (root / split / name).mkdir(parents=True)
             for i in range(4):
-                colour = RNG.integers(0, 100, (size[1], size[0], 3), dtype=np.uint8) + 100 * number
-                picture = Image.fromarray(colour.astype(np.uint8)).convert(mode)
+                color = RNG.integers(0, 100, (size[1], size[0], 3), dtype=np.uint8) + 100 * number
+                picture = Image.fromarray(color.astype(np.uint8)).convert(mode)
                 picture.save(root / split / name / f"{i}.png")
     return root
 

@@ -150,7 +150,7 @@ def test_mistakes_are_one_line(capsys, options, words):
     assert error.count("\n") == 1
 
 
-def test_images_without_colour_are_refused(file, tmp_path):
+def test_images_without_color_are_refused(file, tmp_path):
     with pytest.raises(GredpError, match="3 channels, not 1"):
         train(TrainSettings(model="resnet18-1conv", pretrained=file, data_dir=str(tmp_path)))
 

@@ -74,7 +74,7 @@ def test_noise_is_never_drawn_twice():
     assert engine.ledger.steps == engine.ledger.inherited == 2
 
 
-def test_channels_are_centred_and_scaled():
+def test_channels_are_centered_and_scaled():
     roots = 0.5 + torch.tensor([0.2, 0.3, 0.5])[:, None, None] * torch.randn(2000, 3, 2, 2)
     x = roots * roots.abs()
     norm = ChannelNorm(3)

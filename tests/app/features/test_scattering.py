@@ -118,7 +118,7 @@ def test_single_precision_is_close_to_double():
 # ------------------------------------------------------------------ properties
 
 
-def test_colours_and_records_go_their_own_ways():
+def test_colors_and_records_go_their_own_ways():
     x = random(3, 3, 16, 16)
     whole = FRONT(x).view(3, 3, 81, 4, 4)
     for i in range(3):

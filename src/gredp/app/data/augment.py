@@ -1,4 +1,4 @@
-"""Random views of images: shifts with mirrored borders, and left-right flips of colour images.
+"""Random views of images: shifts with mirrored borders, and left-right flips of color images.
 
 A record's views are drawn independently of which other records were drawn, and that is all that privacy
 asks of them: for every choice of views the step is the certified mechanism, so for a random one it is too.
@@ -15,7 +15,7 @@ DRAWS = 3
 
 
 def augmented(x: Tensor, uniform: Tensor) -> Tensor:
-    """`[n, c, h, w]` images and `[n, DRAWS]` numbers in (0, 1] → a view of each; grey ones not flipped."""
+    """`[n, c, h, w]` images and `[n, DRAWS]` numbers in (0, 1] → a view of each; gray ones not flipped."""
     _, channels, height, width = x.shape
     rows, columns = (_shifted(size, uniform[:, axis]) for axis, size in enumerate((height, width)))
     if channels == 3:

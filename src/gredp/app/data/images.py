@@ -11,7 +11,7 @@ from gredp.app.data.datasets import LARGEST_FILE, SPLITS
 from gredp.errors import GredpError
 
 ENDINGS = (".png", ".jpg", ".jpeg")
-#: modes of Pillow with 8 bits or fewer for each channel; the first three are grey
+#: modes of Pillow with 8 bits or fewer for each channel; the first three are gray
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 LARGEST_IMAGE = 1 << 26
 
@@ -23,7 +23,7 @@ def load_folders(
 ) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
     """Class names, and one or two splits, training first: uint8 `[n, height, width, channels]`, labels `[n]`.
 
-    Names, size and colour are those of the test images where there are any. With `size` every image is scaled
+    Names, size and color are those of the test images where there are any. With `size` every image is scaled
     to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in
     an order by the hashes of their names, not class by class: the last ones may be held out.
     """
@@ -36,15 +36,15 @@ def load_folders(
     if extra:
         raise GredpError(f"{path / 'train' / extra[0]}: there is no such class in {path / splits[-1]}")
     first = files[splits[-1]]
-    grey = all(_read(file).mode in MODES[:3] for group in first for file in group)
+    gray = all(_read(file).mode in MODES[:3] for group in first for file in group)
     shape = (size, size) if size is not None else _read(first[0][0]).size[::-1]
     count = sum(len(group) for groups in files.values() for group in groups)
-    room = count * shape[0] * shape[1] * (1 if grey else 3)
+    room = count * shape[0] * shape[1] * (1 if gray else 3)
     if room > LARGEST_FILE:
         raise GredpError(
             f"{count} images of {shape[0]}×{shape[1]} take {room} bytes: use a folder of .npy files"
         )
-    return names, [_split(files[split], shape, grey, size is not None) for split in splits]
+    return names, [_split(files[split], shape, gray, size is not None) for split in splits]
 
 
 def _classes(folder: Path) -> list[str]:
@@ -92,11 +92,11 @@ def _place(item: tuple[int, Path]) -> bytes:
     return hashlib.sha256(os.fsencode(Path(*item[1].parts[-2:]))).digest()
 
 
-def _split(groups: Files, shape: tuple[int, int], grey: bool, scale: bool) -> tuple[np.ndarray, np.ndarray]:
+def _split(groups: Files, shape: tuple[int, int], gray: bool, scale: bool) -> tuple[np.ndarray, np.ndarray]:
     named = sorted(((y, file) for y, group in enumerate(groups) for file in group), key=_place)
-    x = np.empty((len(named), *shape, 1 if grey else 3), dtype=np.uint8)
+    x = np.empty((len(named), *shape, 1 if gray else 3), dtype=np.uint8)
     for place, (_, file) in enumerate(named):
-        image = _read(file).convert("L" if grey else "RGB")
+        image = _read(file).convert("L" if gray else "RGB")
         if scale:
             image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
         if image.size[::-1] != shape:

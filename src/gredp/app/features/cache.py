@@ -5,7 +5,7 @@ its options and weights, and the data files' names, sizes and times of change: w
 of its own. Features are as private as the records. The folder is for its owner alone, and no run copies it.
 
 Half precision: a network in single precision does not see the difference (a relative 2⁻¹¹), and the features
-of 50,000 colour images take 0.5 to 1.6 GB instead of twice that.
+of 50,000 color images take 0.5 to 1.6 GB instead of twice that.
 """
 
 import fcntl

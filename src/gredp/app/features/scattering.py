@@ -37,9 +37,9 @@ SLANT = 4 / ANGLES
 
 
 class Scattering:
-    """Images `[b, c, h, w]` → features `[b, 81·c, h/4, w/4]`, rounded down; colours go their own ways.
+    """Images `[b, c, h, w]` → features `[b, 81·c, h/4, w/4]`, rounded down; colors go their own ways.
 
-    Of a colour's 81 features the first is of order 0; then come 8 angles for each of 2 scales, and 8×8 pairs
+    Of a color's 81 features the first is of order 0; then come 8 angles for each of 2 scales, and 8×8 pairs
     of angles.
     """
 
@@ -48,7 +48,7 @@ class Scattering:
         return {"name": "scattering", **options}
 
     def equip(self, model: nn.Module) -> None:
-        """Nothing: the network on the features has all its weights from its own initialisation."""
+        """Nothing: the network on the features has all its weights from its own initialization."""
 
     def __call__(self, x: Tensor) -> Tensor:
         b, c, h, w = x.shape
@@ -70,13 +70,11 @@ def mirrored(channels: int) -> list[int]:
     At scale 2 it is so up to the choice of every second pixel.
     """
     if channels % CHANNELS:
-        raise GredpError(
-            f"{channels} channels are not scattering features: those come {CHANNELS} to a colour"
-        )
+        raise GredpError(f"{channels} channels are not scattering features: those come {CHANNELS} to a color")
     turn = [-k % ANGLES for k in range(ANGLES)]
     first = [1 + ANGLES * j + k for j in range(SCALES) for k in turn]
     second = [1 + SCALES * ANGLES + ANGLES * a + b for a in turn for b in turn]
-    return [colour + i for colour in range(0, channels, CHANNELS) for i in (0, *first, *second)]
+    return [color + i for color in range(0, channels, CHANNELS) for i in (0, *first, *second)]
 
 
 def modulus(x: Tensor, spectra: Tensor, step: int) -> Tensor:

@@ -36,7 +36,7 @@ MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
 
 
 def build(name: str, input_shape: tuple[int, ...], classes: int, block: int = 0) -> nn.Module:
-    """A freshly initialised network; with `block`, its fully connected layers are block-circulant."""
+    """A freshly initialized network; with `block`, its fully connected layers are block-circulant."""
     if name not in MODELS:
         raise GredpError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
     if name != "mlp" and len(input_shape) != 3:

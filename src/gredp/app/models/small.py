@@ -8,17 +8,17 @@ from gredp.errors import GredpError
 def cnn_tanh(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
     """The end-to-end networks of Papernot et al. 2021, as Tramèr and Boneh 2021 tabulate them.
 
-    Tanh bounds what a noisy weight can do to its output. Grey images: 16 kernels of 8×8 and 32 of 4×4, both
-    with stride 2; colour: Model-3's six convolutions and 128 units.
+    Tanh bounds what a noisy weight can do to its output. Gray images: 16 kernels of 8×8 and 32 of 4×4, both
+    with stride 2; color: Model-3's six convolutions and 128 units.
     """
     channels, height, width = input_shape
     least = 16 if channels == 1 else 8
     if min(height, width) < least:
         raise GredpError(f"cnn-tanh needs images of at least {least}×{least}, not {height}×{width}")
-    return _grey(height, width, classes) if channels == 1 else _colour(channels, height, width, classes)
+    return _gray(height, width, classes) if channels == 1 else _color(channels, height, width, classes)
 
 
-def _grey(height: int, width: int, classes: int) -> nn.Module:
+def _gray(height: int, width: int, classes: int) -> nn.Module:
     rows, columns = (((n - 4) // 2 - 4) // 2 for n in (height, width))
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=2),
@@ -34,7 +34,7 @@ def _grey(height: int, width: int, classes: int) -> nn.Module:
     )
 
 
-def _colour(channels: int, height: int, width: int, classes: int) -> nn.Module:
+def _color(channels: int, height: int, width: int, classes: int) -> nn.Module:
     layers: list[nn.Module] = []
     for features in (32, 64, 128):
         layers += [nn.Conv2d(channels, features, 3, padding=1), nn.Tanh()]

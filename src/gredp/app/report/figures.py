@@ -1,4 +1,4 @@
-"""Figures of a report, as SVG that stands inside a page: text stays text, ink takes the page's colour.
+"""Figures of a report, as SVG that stands inside a page: text stays text, ink takes the page's color.
 
 A strict Content-Security-Policy refuses style attributes, so every style becomes an attribute of its own.
 """
@@ -24,8 +24,8 @@ from gredp.app.report.facts import Facts, printable
 SVG, LINK = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}href"
 #: stands for the page's own ink until the figure is drawn; close to black, and nobody's choice
 INK = "#010203"
-#: readable on white and on black, told apart by the colour-blind, and with markers in print
-COLOURS = ("#2f7ed8", "#d9822b", "#2f9e6e", "#a45fc4", "#c94f4f", "#8a8a3a", "#3aa6b9", "#8a6d5a")
+#: readable on white and on black, told apart by the color-blind, and with markers in print
+COLORS = ("#2f7ed8", "#d9822b", "#2f9e6e", "#a45fc4", "#c94f4f", "#8a8a3a", "#3aa6b9", "#8a6d5a")
 #: few shades: the bar is drawn cell by cell
 SHADES = matplotlib.colormaps["viridis"].resampled(24)
 MARKERS = "os^Dvphx"
@@ -41,7 +41,7 @@ STYLE: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.2,
-    "axes.prop_cycle": cycler(color=COLOURS, marker=[*MARKERS]),
+    "axes.prop_cycle": cycler(color=COLORS, marker=[*MARKERS]),
     "lines.markersize": 3.5,
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK
@@ -147,11 +147,11 @@ def spectrum(rows: Sequence[dict[str, Any]], key: str) -> str | None:
     title = f"{what}, layer by layer and from low to high frequency; {_loudest(rows, key)}"
     with _figure(4.6, 0.9 + 0.2 * len(rows), printable(title)) as (figure, out):
         axes = figure.subplots()
-        colour = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, top or 1), SHADES)
+        color = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, top or 1), SHADES)
         for place, row in enumerate(rows):
             values, count = row[key], len(row[key])
             cells = [(k / count, 1 / count) for k in range(count)]
-            shades = colour.to_rgba(np.array([max(float(v), 0.0) for v in values]))
+            shades = color.to_rgba(np.array([max(float(v), 0.0) for v in values]))
             axes.broken_barh(cells, (place - 0.42, 0.84), facecolors=shades)
         axes.set_yticks(range(len(rows)), [printable(row["block"]) for row in rows], fontsize=8)
         axes.set_xticks([0.02, 0.98], ["low", "high frequency"])
@@ -160,7 +160,7 @@ def spectrum(rows: Sequence[dict[str, Any]], key: str) -> str | None:
         axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5))
         axes.grid(False)
         axes.tick_params(length=0)
-        bar = figure.colorbar(colour, ax=axes, location="top", aspect=40, pad=0.02)
+        bar = figure.colorbar(color, ax=axes, location="top", aspect=40, pad=0.02)
         bar.solids.set(rasterized=False, edgecolor="face")  # type: ignore[union-attr]
         bar.set_label(_unit(key), fontsize=8)
     return out[0]
