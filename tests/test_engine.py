@@ -507,3 +507,12 @@ def test_a_large_delta_is_refused_without_telling_a_confidential_number_of_recor
         made(1e-3, allow_large_delta=True)
     made(5e-5)
     made(1e-3, method="plain")  # it has no δ
+
+
+def test_what_is_gone_says_what_takes_its_place():
+    x, y = records(8)
+    engine = make_private(small_model(), (x, y))[3]
+    with pytest.raises(AttributeError, match="AveragedModel"):
+        _ = engine.averaged
+    with pytest.raises(GredpError, match=r"ema: average the released weights by .*AveragedModel"):
+        make_private(small_model(), (x, y), ema=0.9)

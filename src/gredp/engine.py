@@ -283,6 +283,10 @@ class PrivacyEngine(Resumable):
             accountant=self.accountant.name,
         )
 
+    @property
+    def averaged(self) -> nn.Module:
+        raise AttributeError("averaged is gone: average the released weights by torch's AveragedModel")
+
     def get_claimed_epsilon(self, delta: float) -> float | None:
         """What the paper would report for the same run; None where it makes no claim."""
         return claimed_epsilon(self.ledger.entries, delta)
