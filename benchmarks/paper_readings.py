@@ -164,7 +164,7 @@ def main() -> None:
             key = f"{reading.name()} | {figure.name()} | {told.epochs} epochs | seed {told.seed}"
             if key not in cells:
                 cells[key] = run(reading, figure, told.epochs, told.seed, told.data_dir)
-                save(told.out, {**header(["benchmarks/paper_readings.py"]), "cells": cells})
+                save(told.out, {**header(), "command": "python benchmarks/paper_readings.py", "cells": cells})
                 print(key, cells[key]["accuracy"], "paper", figure.paper, flush=True)
 
 
