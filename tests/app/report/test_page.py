@@ -176,7 +176,8 @@ def test_records_that_were_held_out_are_said_to_be_unprotected(runs, tmp_path):
     (run / "record.json").write_text(json.dumps(record))
     page = safe(write_report([run]))
     assert (
-        "That does not hold for all of the training data: this run was judged on the last 100" in page.words
+        "That does not hold for all of the training data: this run was evaluated on the last 100"
+        in page.words
     )
     assert "Accuracy and loss on held-out training records" in page.words
     assert "ε covers neither these figures nor those records." in page.words

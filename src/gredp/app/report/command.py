@@ -1,4 +1,4 @@
-"""`gredp report`: what it is told, where it writes. No torch."""
+"""`gredp report`: its settings, and where it writes. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ def run_report(settings: ReportSettings) -> None:
 
 
 def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write the page, whole or not at all; where it is. What is no run is refused, and nothing written."""
+    """Write the page, whole or not at all, and return its path. A folder that is no run is rejected."""
+    from jinja2 import TemplateError
+
     from gredp.app.report.facts import read_run
     from gredp.app.report.page import page
 
@@ -37,7 +39,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
     path = Path(out) if out is not None else Path(runs[0]) / name
     try:
         content = page(found)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
         if isinstance(error, GredpError):
             raise
         folders = ", ".join(map(str, runs))

@@ -10,6 +10,7 @@ from typing import Any
 
 from gredp.app.settings import FILE, TrainSettings
 from gredp.errors import GredpError
+from gredp.privacy.ledger import mechanisms
 from gredp.storage.evidence import read_json
 from gredp.storage.files import read_document
 from gredp.storage.record import FORMAT, VERSION
@@ -21,53 +22,35 @@ SAME = 1e-6
 
 @dataclass(frozen=True)
 class Facts:
-    """One run. `record` is empty until it has finished, `told` without `gredp train`."""
+    """One run. `record` is empty until the run has finished.
+
+    `known` is everything in its folder: the record, before that the settings and released metrics.
+    """
 
     folder: Path
     spent: Spent
     record: dict[str, Any]
-    told: dict[str, Any]
-    released: dict[str, Any]
+    known: dict[str, Any]
 
     @property
     def name(self) -> str:
         return printable(self.folder.name or str(self.folder))
 
     @property
-    def finished(self) -> bool:
-        return bool(self.record)
-
-    @property
     def settings(self) -> dict[str, Any]:
-        return self.record.get("settings") or self.told.get("settings", {})
+        return dict(self.known.get("settings", {}))
 
     @property
     def data(self) -> dict[str, Any]:
-        return self.record.get("data") or self.told.get("data", {})
+        return dict(self.known.get("data", {}))
 
     @property
     def model(self) -> str | None:
-        return self.settings.get("model") or self.told.get("model")
-
-    @property
-    def parameters(self) -> int | None:
-        return self.record.get("parameters") or self.told.get("parameters")
-
-    @property
-    def certificate(self) -> list[dict[str, Any]]:
-        return self.record.get("certificate") or self.told.get("certificate", [])
+        return self.settings.get("model") or self.known.get("model")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return self.record.get("metrics") or self.released.get("metrics", [])
-
-    @property
-    def spectrum(self) -> list[dict[str, Any]]:
-        return self.record.get("spectrum") or self.released.get("spectrum", [])
-
-    @property
-    def audit(self) -> dict[str, Any] | None:
-        return self.record.get("audit")
+        return list(self.known.get("metrics", []))
 
     @property
     def insecure(self) -> bool:
@@ -79,6 +62,11 @@ class Facts:
         return max((entry.bands for entry in self.spent.written.entries), default=1)
 
     @property
+    def composed(self) -> int:
+        """Mechanisms that are composed: with correlated noise, those that one record can take part in."""
+        return sum(entry.steps for entry in mechanisms(self.spent.written.entries))
+
+    @property
     def private(self) -> bool:
         return math.isfinite(self.spent.proven_epsilon)
 
@@ -88,34 +76,26 @@ class Facts:
         return self.spent.claimed_epsilon if self.spent.written.entries else None
 
     @property
-    def planned_steps(self) -> int | None:
-        return self.told.get("steps")
-
-    @property
-    def judged_by(self) -> str:
+    def accuracy_name(self) -> str:
         """What accuracies are called: those on held-out training records are not the test's."""
         known = self.metrics and "validation_accuracy" in self.metrics[-1]
         return "validation_accuracy" if known else "test_accuracy"
 
     @property
     def held_out(self) -> str | None:
-        """Which training records the run was judged on, if it was: they are not private in it."""
+        """Which training records the run was evaluated on, if any: they are not private in it."""
         count = self.settings.get("validation")
         return (self.record.get("judged_on") or TrainSettings(validation=count).judged_on) if count else None
 
     @property
-    def loss_name(self) -> str:
-        return self.judged_by.replace("accuracy", "loss")
-
-    @property
     def accuracy(self) -> float | None:
         """Of the last epoch: no epoch is chosen by its accuracy."""
-        return float(self.metrics[-1][self.judged_by]) if self.metrics else None
+        return float(self.metrics[-1][self.accuracy_name]) if self.metrics else None
 
     @cached_property
     def disagreements(self) -> list[str]:
-        """Where the record says something else than the ledger, by which alone ε is counted."""
-        if not self.finished:
+        """Where the record differs from the ledger, which alone counts for ε."""
+        if not self.record:
             return []
         found = []
         noted, counted = float(self.record["guarantee"]["proven_epsilon"]), self.spent.proven_epsilon
@@ -129,16 +109,14 @@ class Facts:
 
 
 def read_run(folder: str | Path) -> Facts:
-    """A run that has finished, is under way, or was interrupted; anything else is refused in one line."""
+    """A run that has finished, is under way, or was interrupted; anything else is rejected in one line."""
     folder = Path(folder)
     counted = spent(folder)
-    told = read_document(folder / FILE) if (folder / FILE).exists() else {}
-    facts = Facts(
-        folder, counted, read_json(folder / "record.json"), told, read_json(folder / "metrics.json")
-    )
-    if facts.record and (facts.record.get("format"), facts.record.get("version")) != (FORMAT, VERSION):
+    settings = read_document(folder / FILE) if (folder / FILE).exists() else {}
+    record = read_json(folder / "record.json")
+    if record and (record.get("format"), record.get("version")) != (FORMAT, VERSION):
         raise GredpError(f"{folder / 'record.json'} is not a record of this version of gredp")
-    return facts
+    return Facts(folder, counted, record, read_json(folder / "metrics.json") | settings | record)
 
 
 def printable(text: str) -> str:

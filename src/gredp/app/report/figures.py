@@ -124,7 +124,7 @@ def course(runs: Sequence[Facts], what: str, axis: str) -> str | None:
 
 def _points(run: Facts, what: str, axis: str) -> Iterator[tuple[float, float]]:
     """Finite ones: a plain run has no ε, a run that diverges no loss, an old record no loss at all."""
-    name, factor = (run.judged_by, 100) if what == "accuracy" else (run.loss_name, 1)
+    name, factor = run.accuracy_name.replace("accuracy", what), 100 if what == "accuracy" else 1
     for row in run.metrics:
         x, y = float(row[axis]), factor * float(row.get(name, "nan"))
         if math.isfinite(x) and math.isfinite(y):

@@ -19,6 +19,11 @@ def up(value: float, digits: int) -> str:
     return f"{round_up(value, 4 - math.floor(math.log10(value))):.5g}"
 
 
+def down(value: Any) -> str:
+    """Four digits of a lower bound, rounded down."""
+    return f"{math.floor(1e4 * float(value)) / 1e4:.4f}"
+
+
 def short(value: float) -> str:
     """As people write it: 1e-5."""
     return f"{value:g}".replace("e-0", "e-")
