@@ -135,7 +135,7 @@ class PrivacyEngine(Resumable):
         schedule = checked_schedule(noise_schedule, correlation_bands)
         check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         check_criterion(criterion, loss_reduction)
-        if views != 1 and chosen.transform == "padded":
+        if views != 1 and chosen.grid == "padded":
             raise GredpError(
                 "several views of a record have no padded spectrum of product form: use grid 'kernel'"
             )
@@ -341,7 +341,7 @@ class PrivacyEngine(Resumable):
 
 
 def _blocks(chosen: Mechanism, capture: Capture, loader: DataLoader[Any]) -> list[Block]:
-    if chosen.transform != "padded":
+    if chosen.grid != "padded":
         return blocks(capture.module, capture.units)
     return padded_blocks(
         capture.module, capture.units, lambda: run_on_zeros(capture.module, one_record(loader))

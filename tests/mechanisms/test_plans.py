@@ -317,7 +317,7 @@ def test_the_oracle_can_tell_a_wrong_plan():
 
 @pytest.mark.parametrize("built", [DPSGD(), GReDP(grid="padded"), SpectralDP(0.5), ShapedGReDP()], ids=repr)
 def test_release_is_the_two_stages_that_the_oracle_looked_at(built):
-    blocks = PADDED if built.transform == "padded" else WHOLE
+    blocks = PADDED if built.grid == "padded" else WHOLE
     plan = built.plan(blocks, NORM, SIGMA, BATCH)
     step = PrivateStep(plan, GeneratorSource(torch.Generator().manual_seed(3)), BATCH)
     expected, _ = two_stages(step, GeneratorSource(torch.Generator().manual_seed(3)))

@@ -8,7 +8,7 @@ from gredp.app.compare import Trial
 from gredp.app.settings import TrainSettings
 from gredp.budget import quote
 from gredp.errors import GredpError
-from gredp.mechanisms import Mechanism, Method, StepPlan, mechanism, methods, register, registry
+from gredp.mechanisms import Mechanism, Method, mechanism, methods, register, registry
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Louder(Mechanism):
     factor: float = 2.0
     filter_ratio: float = 0.25
     name = "louder"
-    claimed_by_paper = False
+    in_paper = False
 
-    def step(self, blocks, groups, sigma, expected_batch_size):
-        return StepPlan(blocks, groups).scaled(self.factor)
+    def step(self, plan, sigma, expected_batch_size):
+        return plan.scaled(self.factor)
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ import gredp.gradient.shaping as shaping
 import gredp.gradient.state as state
 import gredp.gradient.step as step
 import gredp.gradient.summation as summation
-import gredp.mechanisms.banded as banded
 import gredp.mechanisms.plan as plan
 import gredp.optimizer as optimizer
 import gredp.privacy.accountant as accountant
@@ -580,13 +579,13 @@ def parts_that_do_not_take_turns(patch: Patch) -> None:
 
 def columns_longer_than_certified(patch: Patch) -> None:
     """The largest coefficient is 1 instead of their norm: less noise than is accounted for."""
-    honest, certified = banded.coefficients, plan.StepPlan.certificate
+    honest, certified = plan.coefficients, plan.StepPlan.certificate
 
     def longer(bands):
         column = honest(bands)
         return tuple(c / column[0] for c in column)
 
-    patch.setattr(banded, "coefficients", longer)
+    patch.setattr(plan, "coefficients", longer)
     patch.setattr(plan.StepPlan, "certificate", lambda self: certified(replace(self, correlation=(1.0,))))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, StepPlan
+from gredp.mechanisms.plan import Clipping, Mechanism
 from gredp.mechanisms.registry import Method, register
 
 
@@ -16,11 +16,6 @@ class DPSGD(Mechanism):
 
     clipping: Clipping = "flat"
     name = "dpsgd"
-
-    def step(
-        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
-    ) -> StepPlan:
-        return StepPlan(blocks, groups)
 
 
 register(Method("dpsgd", DPSGD, "DP-SGD", "#4c72b0"))

@@ -1,14 +1,13 @@
 """GReDP as the paper writes it: spectrum, clip, complex noise, inverse transform, real part."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gredp.errors import GredpError
-from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, StepPlan, Transform, scale_noise
+from gredp.errors import GredpError, choose
+from gredp.mechanisms.plan import GRIDS, HALVES, Clipping, Mechanism, StepPlan, Transform
 from gredp.mechanisms.registry import Method, register
 
-HALVES = (math.sqrt(0.5), math.sqrt(0.5))
 NOISES: dict[str, dict[str, Any]] = {"white": {}, "real": {"noise_parts": (1.0, 0.0)}}
 
 
@@ -37,24 +36,12 @@ class GReDP(Mechanism):
         a, b = self.noise_parts
         if not (a >= 0 and b >= 0 and math.isfinite(a + b) and a + b > 0):
             raise GredpError(f"the noise parts a and b must be 0 or more and not both 0, but are {a} and {b}")
-        if self.grid not in ("kernel", "padded"):
-            raise GredpError(f"unknown grid {self.grid!r}: kernel or padded")
+        choose("grid", self.grid, GRIDS)
 
-    @property
-    def transform(self) -> Transform:
-        return self.grid
-
-    def step(
-        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
-    ) -> StepPlan:
+    def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
         if self.per_sample_noise:
-            groups = scale_noise(groups, math.sqrt(expected_batch_size))
-        return StepPlan(
-            blocks,
-            groups,
-            transform=self.grid,
-            noise_parts=self.noise_parts,
-        )
+            plan = plan.scaled(math.sqrt(expected_batch_size))
+        return replace(plan, noise_parts=self.noise_parts)
 
 
 register(Method("gredp", GReDP, "GReDP", "#55a868", block=8, paper_clipping="layer_wise", noises=NOISES))

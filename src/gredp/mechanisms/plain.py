@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from gredp.mechanisms.plan import Blocks, ClipGroup, Mechanism, Needs, StepPlan
+from gredp.mechanisms.plan import Mechanism, StepPlan
 from gredp.mechanisms.registry import Method, register
 
 
@@ -16,18 +16,12 @@ class Plain(Mechanism):
     """
 
     name = "plain"
-    claimed_by_paper = False
+    in_paper = False
     private = False
-    clipping = "flat"
+    reads = "inputs"
 
-    @property
-    def needs(self) -> Needs:
-        return "inputs"
-
-    def step(
-        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
-    ) -> StepPlan:
-        return StepPlan(blocks, tuple(replace(g, clip_norm=math.inf, noise_std=0.0) for g in groups))
+    def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
+        return replace(plan, groups=tuple(replace(g, clip_norm=math.inf, noise_std=0.0) for g in plan.groups))
 
 
 register(Method("plain", Plain, "plain", "#8c8c8c"))

@@ -6,20 +6,25 @@ that is drawn and the noise that is accounted for cannot drift apart.
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from gredp.errors import GredpError
+from gredp.errors import GredpError, choose
+from gredp.mechanisms.banded import coefficients
 from gredp.privacy.certificate import Block, Certificate, Release, real_part_variances
 
 Transform = Literal["none", "kernel", "padded"]
 Needs = Literal["norms", "spectra", "inputs"]
-Blocks = tuple[Block, ...]
 Groups = Literal["both", "layer", "frequency"]
 Clipping = Literal["flat", "per_layer", "layer_wise", "automatic"]
+FLAT: Clipping = "flat"
+NO_GRID: Transform = "none"
+#: of spectral methods: the parameter's own, or the padded input's as the paper has it
+GRIDS = ("kernel", "padded")
+#: real and imaginary noise of Theorem 1
+HALVES = (math.sqrt(0.5), math.sqrt(0.5))
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,7 @@ class Shaping:
                 f"shaping needs energy_noise > 0, finite, and whole bands ≥ 1, not {self.energy_noise} and "
                 f"{self.bands}"
             )
-        if self.groups not in get_args(Groups):
-            raise GredpError(f"unknown groups {self.groups!r}: choose one of {', '.join(get_args(Groups))}")
+        choose("groups", self.groups, get_args(Groups))
         if not (self.window >= 0 and float(self.window).is_integer()):
             raise GredpError(f"the window must be a whole number of releases, or 0, not {self.window}")
 
@@ -120,7 +124,8 @@ class StepPlan:
         """The same step with all of its noise times `factor`, and so its multiplier."""
         if factor == 1:
             return self
-        return replace(self, groups=scale_noise(self.groups, factor), energy_std=self.energy_std * factor)
+        groups = tuple(replace(group, noise_std=group.noise_std * factor) for group in self.groups)
+        return replace(self, groups=groups, energy_std=self.energy_std * factor)
 
     def _least_scale(self, block: Block) -> float:
         """Root of the least eigenvalue of Σ on this block, for a unit deviation."""
@@ -132,22 +137,42 @@ class StepPlan:
         return math.sqrt(min(real_part_variances(whole, *self.noise_parts)))
 
 
-class Mechanism(ABC):
-    """A method with its options, before it meets a model: blocks and norms in, a plan out."""
+@dataclass(frozen=True)
+class Mechanism:
+    """A method with its options, before it meets a model: blocks and norms in, a plan out.
 
-    name: str
+    A method is a subclass: its fields are its options, and `step` states what it does differently from
+    DP-SGD. Correlated noise changes neither, so any method takes `correlation_bands` (`banded.py`).
+    """
+
+    correlation_bands: int = field(default=1, kw_only=True)
+    #: the name that `method=` takes
+    name: ClassVar[str]
     #: whether the paper claims an ε for this method, namely that of DP-SGD at the same σ
-    claimed_by_paper: bool = True
+    in_paper: ClassVar[bool] = True
     #: whether it has noise at all
-    private: bool = True
+    private: ClassVar[bool] = True
+    #: what the clip asks of a layer on the kernel's own grid
+    reads: ClassVar[Needs] = "norms"
 
-    clipping: Clipping
+    # Methods that can choose have fields of these names.
+    clipping = FLAT
+    grid = NO_GRID
+
+    @property
+    def claimed_by_paper(self) -> bool:
+        return self.in_paper and self.correlation_bands == 1
+
+    @property
+    def needs(self) -> Needs:
+        """What the clip asks of a layer: norms, energies by frequency, or nothing before the sum's inputs."""
+        return "inputs" if self.grid == "padded" else self.reads
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """The names and defaults of its options."""
+        """The names and defaults of its own options."""
         usual = cls()
-        return {name: getattr(usual, name) for name in getattr(cls, "__dataclass_fields__", ())}
+        return {f.name: getattr(usual, f.name) for f in fields(usual) if not f.kw_only}
 
     @classmethod
     def build(cls, **options: Any) -> "Mechanism":
@@ -162,30 +187,19 @@ class Mechanism(ABC):
     ) -> StepPlan:
         """The step for these blocks at noise scale `sigma`."""
         groups = clip_groups(self.clipping, blocks, clip_norm, sigma)
-        plan = self.step(tuple(blocks), groups, sigma, expected_batch_size)
-        return replace(plan, normalize=self.clipping == "automatic")
+        column = coefficients(self.correlation_bands)
+        plan = StepPlan(tuple(blocks), groups, self.grid, self.clipping == "automatic", correlation=column)
+        return self.step(plan, sigma, expected_batch_size)
 
-    @abstractmethod
-    def step(
-        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
-    ) -> StepPlan:
-        """What is particular to the method, for groups clipped and noised as its clipping says."""
-
-    @property
-    def transform(self) -> Transform:
-        return "none"
-
-    @property
-    def needs(self) -> Needs:
-        """What the clip asks of a layer: norms, energies by frequency, or nothing before the sum's inputs."""
-        return "inputs" if self.transform == "padded" else "norms"
+    def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
+        """The method's own step, from one with white noise on every coordinate."""
+        return plan
 
     def unit_multiplier(
         self, blocks: Sequence[Block], clip_norm: float | Sequence[float], expected_batch_size: float
     ) -> float:
         """z at σ = 1. Every certificate is linear in σ, so this converts between the two."""
-        plan = self.plan(blocks, clip_norm, 1.0, expected_batch_size)
-        return plan.certificate().noise_multiplier
+        return self.plan(blocks, clip_norm, 1.0, expected_batch_size).certificate().noise_multiplier
 
 
 def clip_groups(
@@ -200,11 +214,8 @@ def clip_groups(
     | per_layer, a list c | one each of radius c_l | σ‖c‖ | σ |
     | layer_wise (Algorithm 2 of the paper) | L of radius c | σc | σ/√L |
     """
-    if clipping not in get_args(Clipping):
-        raise GredpError(f"unknown clipping {clipping!r}: choose one of {', '.join(get_args(Clipping))}")
-    norms = list(clip_norm) if isinstance(clip_norm, Sequence) else [clip_norm]
-    for norm in norms:
-        positive_norm(norm)
+    choose("clipping", clipping, get_args(Clipping))
+    norms = [positive_norm(c) for c in (clip_norm if isinstance(clip_norm, Sequence) else [clip_norm])]
     if not (sigma >= 0 and math.isfinite(sigma)):
         raise GredpError(f"the noise scale must be 0 or more and finite, not {sigma}")
     if clipping in ("flat", "automatic"):
@@ -212,14 +223,15 @@ def clip_groups(
             raise GredpError(f"{clipping} clipping takes one norm, not {len(norms)}")
         return (ClipGroup("all", tuple(b.name for b in blocks), norms[0], sigma * norms[0]),)
     members = _layers(blocks, len(norms))
-    total = math.sqrt(math.fsum(c * c for c in norms)) if len(norms) > 1 else norms[0]
-    if clipping == "per_layer":
-        each = norms if len(norms) > 1 else [norms[0] / math.sqrt(len(members))] * len(members)
-        deviations = [sigma * total] * len(members)
-    else:
-        each = norms if len(norms) > 1 else norms * len(members)
-        deviations = [sigma * c for c in each]
-    return tuple(ClipGroup(n, names, c, s) for (n, names), c, s in zip(members.items(), each, deviations))
+    total = math.hypot(*norms)
+    if len(norms) == 1:
+        norms *= len(members)
+        if clipping == "per_layer":
+            norms = [c / math.sqrt(len(members)) for c in norms]
+    return tuple(
+        ClipGroup(name, names, c, sigma * (total if clipping == "per_layer" else c))
+        for (name, names), c in zip(members.items(), norms)
+    )
 
 
 def positive_norm(norm: Any) -> float:
@@ -246,7 +258,3 @@ def _layers(blocks: Sequence[Block], norms: int) -> dict[str, tuple[str, ...]]:
         f"{norms} clipping norms given for {len(layers)} layers with {len(blocks)} parameters: "
         "give one norm, one for each layer, or one for each parameter"
     )
-
-
-def scale_noise(groups: tuple[ClipGroup, ...], factor: float) -> tuple[ClipGroup, ...]:
-    return tuple(replace(group, noise_std=group.noise_std * factor) for group in groups)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from gredp.errors import GredpError
-from gredp.mechanisms.banded import Banded
+from gredp.errors import GredpError, choose
+from gredp.mechanisms.banded import coefficients
 from gredp.mechanisms.plan import Clipping, Mechanism
 
 Claim = Literal["proven", "paper"]
@@ -81,11 +81,6 @@ def find(method: str, noise: str = "white") -> Method:
     return having[method]
 
 
-def choose(word: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise GredpError(f"unknown {word} {value!r}: choose one of {', '.join(allowed)}")
-
-
 def mechanism(
     method: str,
     noise: str = "white",
@@ -103,11 +98,12 @@ def mechanism(
     choose("claim", claim, get_args(Claim))
     if clipping is not None:
         choose("clipping", clipping, get_args(Clipping))
+    coefficients(correlation_bands)  # rejects what is not a number of bands
     if correlation_bands != 1 and not found.kind.private:
         raise GredpError(f"{method} training has no noise that correlation bands could correlate")
     if claim == "paper" and correlation_bands != 1:
         raise GredpError("the paper makes no claim about correlated noise: use claim 'proven'")
-    if claim == "paper" and found.kind.private and not found.kind.claimed_by_paper:
+    if claim == "paper" and found.kind.private and not found.kind.in_paper:
         what = method if noise == "white" else f"{noise} noise"
         raise GredpError(f"the paper makes no claim about {what}: use claim 'proven'")
     allowed = found.kind.options()
@@ -118,8 +114,7 @@ def mechanism(
         raise GredpError("; ".join(gone) or f"{what} has no option {', '.join(sorted(unknown))}")
     if "clipping" in allowed:
         options["clipping"] = clipping or (found.paper_clipping if claim == "paper" else "flat")
-    built = found.kind.build(**{**found.noises[noise], **options})
-    return built if correlation_bands == 1 else Banded(built, correlation_bands)
+    return found.kind.build(**{**found.noises[noise], **options}, correlation_bands=correlation_bands)
 
 
 def noise_scale(noise_multiplier: float, unit: float, claim: str) -> float:

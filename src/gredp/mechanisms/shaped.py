@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gredp.errors import GredpError
-from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, Needs, Shaping, StepPlan, Transform
+from gredp.mechanisms.plan import Clipping, Mechanism, Shaping, StepPlan
 from gredp.mechanisms.registry import Method, register
 
 
@@ -21,7 +21,9 @@ class ShapedGReDP(Mechanism):
     shaping: Shaping = field(default_factory=Shaping)
     clipping: Clipping = "flat"
     name = "gredp"
-    claimed_by_paper = False
+    in_paper = False
+    reads = "spectra"
+    grid = "kernel"
 
     def __post_init__(self) -> None:
         if self.clipping not in ("flat", "automatic"):
@@ -36,27 +38,18 @@ class ShapedGReDP(Mechanism):
         return {**super().options(), **asdict(Shaping())}
 
     @classmethod
-    def build(cls, shaping: Shaping | None = None, clipping: Clipping = "flat", **of: Any) -> Mechanism:
-        return cls(replace(shaping or Shaping(), **of), clipping)
+    def build(
+        cls,
+        shaping: Shaping | None = None,
+        clipping: Clipping = "flat",
+        correlation_bands: int = 1,
+        **of_shaping: Any,
+    ) -> Mechanism:
+        shaping = replace(shaping or Shaping(), **of_shaping)
+        return cls(shaping, clipping, correlation_bands=correlation_bands)
 
-    @property
-    def transform(self) -> Transform:
-        return "kernel"
-
-    @property
-    def needs(self) -> Needs:
-        return "spectra"
-
-    def step(
-        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
-    ) -> StepPlan:
-        return StepPlan(
-            blocks,
-            groups,
-            transform="kernel",
-            shaping=self.shaping,
-            energy_std=self.shaping.energy_noise * sigma,
-        )
+    def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
+        return replace(plan, shaping=self.shaping, energy_std=self.shaping.energy_noise * sigma)
 
 
 register(Method("shaped", ShapedGReDP, "GReDP shaped", "#8172b3", block=8, noises={"shaped": {}}))

@@ -1,10 +1,9 @@
 """Spectral-DP (Feng et al. 2023): keep the lowest frequencies only, clip and noise what is kept."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gredp.errors import GredpError
-from gredp.mechanisms.plan import Blocks, ClipGroup, Clipping, Mechanism, Needs, StepPlan, Transform
+from gredp.errors import GredpError, choose
+from gredp.mechanisms.plan import GRIDS, HALVES, Clipping, Mechanism, StepPlan, Transform
 from gredp.mechanisms.registry import Method, register
 
 
@@ -21,31 +20,15 @@ class SpectralDP(Mechanism):
     clipping: Clipping = "flat"
     grid: Transform = "kernel"
     name = "spectral_dp"
+    reads = "spectra"
 
     def __post_init__(self) -> None:
         if not 0 < self.filter_ratio <= 1:
             raise GredpError(f"the filter ratio must be above 0 and at most 1, not {self.filter_ratio}")
-        if self.grid not in ("kernel", "padded"):
-            raise GredpError(f"unknown grid {self.grid!r}: kernel or padded")
+        choose("grid", self.grid, GRIDS)
 
-    @property
-    def transform(self) -> Transform:
-        return self.grid
-
-    @property
-    def needs(self) -> Needs:
-        return "inputs" if self.transform == "padded" else "spectra"
-
-    def step(
-        self, blocks: Blocks, groups: tuple[ClipGroup, ...], sigma: float, expected_batch_size: float
-    ) -> StepPlan:
-        return StepPlan(
-            blocks,
-            groups,
-            transform=self.grid,
-            noise_parts=(math.sqrt(0.5), math.sqrt(0.5)),
-            keep_ratio=self.filter_ratio,
-        )
+    def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
+        return replace(plan, noise_parts=HALVES, keep_ratio=self.filter_ratio)
 
 
 register(Method("spectral-dp", SpectralDP, "Spectral-DP", "#dd8452", block=8, paper_clipping="layer_wise"))

@@ -26,7 +26,7 @@ from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from gredp.errors import GredpError
+from gredp.errors import GredpError, choose
 from gredp.privacy.ledger import Entry, Ledger, mechanisms
 
 #: (multiplier, rate, steps)
@@ -88,15 +88,10 @@ def delta_times(delta: float, records: float) -> str:
     return f"{product}, above {LARGE_DELTA:g}: take δ below {LARGE_DELTA / records:.1g}"
 
 
-def check_accountant(name: str) -> None:
-    if name not in ACCOUNTANTS:
-        raise GredpError(f"unknown accountant {name!r}: choose one of {', '.join(ACCOUNTANTS)}")
-
-
 def epsilon(entries: Iterable[Entry], delta: float, accountant: str = "pld") -> float:
     """The proven ε of `entries` at `delta`; never below what was spent."""
     check_delta(delta)
-    check_accountant(accountant)
+    choose("accountant", accountant, ACCOUNTANTS)
     spent = tuple(
         (min(e.noise_multiplier, 1e100), e.sample_rate, e.steps)  # less noise than there was: safe
         for e in mechanisms(entries)
@@ -114,7 +109,7 @@ def epsilon(entries: Iterable[Entry], delta: float, accountant: str = "pld") -> 
 
 def deltas(entries: Iterable[Entry], epsilons: list[float], accountant: str = "pld") -> list[float]:
     """The proven δ of `entries` at each ε; every multiplier must be above 0 and finite."""
-    check_accountant(accountant)
+    choose("accountant", accountant, ACCOUNTANTS)
     spent = tuple((e.noise_multiplier, e.sample_rate, e.steps) for e in mechanisms(entries) if e.steps)
     if any(not 0 < z < math.inf for z, _, _ in spent):
         raise GredpError("a curve δ(ε) needs noise multipliers above 0 and finite")
@@ -261,7 +256,7 @@ class Accountant:
     """The view of a ledger that an Opacus user knows: `accountant.get_epsilon(delta=1e-5)`."""
 
     def __init__(self, ledger: Ledger, name: str = "pld") -> None:
-        check_accountant(name)
+        choose("accountant", name, ACCOUNTANTS)
         self.ledger = ledger
         self.name: str = name
 

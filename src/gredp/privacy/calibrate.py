@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
-from gredp.errors import GredpError
-from gredp.privacy.accountant import ACCOUNTANTS, AccountantName, check_accountant, check_delta, epsilon
+from gredp.errors import GredpError, choose
+from gredp.privacy.accountant import ACCOUNTANTS, AccountantName, check_delta, epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 
@@ -35,7 +35,7 @@ def calibrate(
     if not target_epsilon > 0 or math.isinf(target_epsilon):
         raise GredpError(f"the target epsilon must be a positive number, not {target_epsilon}")
     check_delta(delta)
-    check_accountant(accountant)
+    choose("accountant", accountant, ACCOUNTANTS)
     Entry(1.0, sample_rate, steps)  # refuses a wrong rate or count before the search
 
     def search(name: AccountantName, start: float, stride: float, tolerance: float) -> float | None:
