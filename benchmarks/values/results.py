@@ -1,4 +1,4 @@
-"""docs/results.md, from the records of recipes, of tables and of correlated noise."""
+"""docs/results.md, from the records of recipes, tables, scikit-learn's estimators and correlated noise."""
 
 import json
 import math
@@ -44,6 +44,8 @@ def values() -> dict[str, Any]:
         ],
         "epsilons": list(tables["rows"][0]["accuracy"]),
         "tables": [_table(row) for row in tables["rows"]],
+        "sklearn": load("sklearn"),
+        "sklearn_rows": _sklearn(load("sklearn")),
         "bands": bands,
         "band_counts": [row["bands"] for row in _cases(bands)[0]],
         "band_errors": [row for case in _cases(bands) for row in _errors(case)],
@@ -101,6 +103,21 @@ def _table(row: dict[str, Any]) -> tuple[str, ...]:
     cells = [*row["accuracy"].values(), row["logistic_regression"]]
     shown = [f"{100 * statistics.mean(c):.1f} ({100 * min(c):.1f}–{100 * max(c):.1f})" for c in cells]
     return (row["data"], str(row["records"]), str(row["features"]), *shown)
+
+
+def _sklearn(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each table and ε: ours, diffprivlib's better scaling, scikit-learn without privacy."""
+
+    def shown(cells: dict[str, list[float]]) -> str:
+        best = max(cells.values(), key=statistics.mean)
+        return f"{100 * statistics.mean(best):.1f} ({100 * min(best):.1f}–{100 * max(best):.1f})"
+
+    ours, theirs = record["ours"]["accuracy"], record["diffprivlib"]["accuracy"]
+    return [
+        (name, epsilon, shown(ours[epsilon][name]), shown(theirs[epsilon][name]), shown(plain))
+        for name, plain in record["plain"].items()
+        for epsilon in ours
+    ]
 
 
 def _cases(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
