@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import BlockCirculantLinear, PrivacyEngine, SpectralConv2d
 from gredp.optimizer import PrivateOptimizer
+from gredp.storage.evidence import create_mark
 from gredp.storage.ledger_file import parse
-from gredp.storage.ledger_mark import create_mark
 
 HALVES = (math.sqrt(0.5), math.sqrt(0.5))
 
@@ -151,7 +151,7 @@ def roll_back(run: Path, lines: int, *also: str) -> None:
     content = ledger.read_bytes().splitlines(keepends=True)[:lines]
     ledger.write_bytes(b"".join(content))
     written = parse(ledger, b"".join(content))
-    create_mark(ledger, lines, written.steps, written.seals[-1])
+    create_mark(ledger, written.place)
     for name in also:
         for path in run.glob(name):
             path.unlink()

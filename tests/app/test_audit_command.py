@@ -122,7 +122,7 @@ def test_the_audit_becomes_a_section_of_the_runs_record(capsys, tmp_path):
 )
 def test_the_audit_of_a_run_plays_its_method_with_its_options(capsys, tmp_path, monkeypatch, told):
     settings = TrainSettings(**told)
-    record = {"format": "gredp-record", "settings": settings.kept(), "guarantee": {}}
+    record = {"format": "gredp-record", "version": 1, "settings": settings.kept(), "guarantee": {}}
     (tmp_path / "record.json").write_text(json.dumps(record))
     played = []
     honest = claims.run_case

@@ -22,7 +22,6 @@ import gredp.gradient.step as step
 from gredp.app.cli import main
 from gredp.gradient.noise import SecretSource
 from gredp.storage.ledger_file import LedgerFile, read_ledger
-from gredp.storage.ledger_mark import LedgerMark
 from ranks import free_port
 
 STEPS = 10  # of a whole run: two epochs of five
@@ -171,7 +170,7 @@ def killing(owner: object, name: str, when: str, nth: int) -> None:
 #: what a step and a checkpoint consist of, in their order
 POINTS: dict[str, tuple[object, str]] = {
     "charge": (LedgerFile, "append"),
-    "mark": (LedgerMark, "move"),
+    "mark": (LedgerFile, "_move_mark"),
     "noise": (step, "add_noise"),
     "update": (torch.optim.SGD, "step"),
     "fsync": (os, "fsync"),

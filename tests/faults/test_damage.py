@@ -134,8 +134,7 @@ def test_an_edited_epsilon_is_detected(copy, capsys):
 def test_a_ledger_shorter_than_its_checkpoint_is_refused(copy, capsys):
     ledger = copy / "ledger"
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-3]))
-    message = refused(capsys, copy)
-    assert "lacks lines that were there at 10 steps: what was spent is not known any more" in message
+    assert "lacks lines that were there at 10 steps, by checkpoint-" in refused(capsys, copy)
     ledger.unlink()
     assert "has no ledger" in refused(capsys, copy)
 
@@ -150,13 +149,12 @@ def test_whatever_a_folder_still_holds_shows_that_its_ledger_was_shortened(finis
     roll_back(run, lines - 3, *({"checkpoint-*", "record.json", "metrics.json"} - {left}))
     if left == "ledger.mark":
         (run / left).write_bytes(kept)
-    words = "ledger lacks lines that were there at 10 steps: "
-    if left in ("record.json", "metrics.json"):
-        words = f"ledger has 7 steps, {left} tells of 10: "
+    words = f"ledger lacks lines that were there at 10 steps, by {left[:10]}"
     commands = [["ledger"], ["report"], *([["train", "--resume"]] if left != "record.json" else [])]
     for command in commands:
         message = refused(capsys, run, command)
-        assert words + "what was spent is not known any more" in message
+        assert words in message
+        assert "what was spent is unknown" in message
     with pytest.raises(GredpError, match=words):
         RunFolder.open(run)
     with pytest.raises(GredpError, match=words):

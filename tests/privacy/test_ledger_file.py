@@ -10,9 +10,13 @@ import pytest
 from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate, Release
 from gredp.privacy.ledger import Entry, Ledger
+from gredp.storage.evidence import MARK, SLOT, Place, create_mark, read_mark
 from gredp.storage.files import seal
 from gredp.storage.ledger_file import LedgerFile, parse, read_ledger
-from gredp.storage.ledger_mark import SLOT, beside, create_mark, read_mark
+
+
+def beside(ledger):
+    return ledger.with_name(MARK)
 
 
 def certificate(z: float) -> Certificate:
@@ -88,7 +92,7 @@ def test_every_cut_is_found_or_stays_charged(tmp_path, record_property):
         if size % 40:  # syncing takes its time
             continue
         path.write_bytes(whole[:size])
-        create_mark(path, len(found.seals), done, found.seals[-1])
+        create_mark(path, Place(done, len(found.seals), found.seals[-1]))
         file = LedgerFile.open(path)  # mended: the same figure, in whole lines
         assert (file.written.steps, file.written.torn) == (found.steps, False)
         file.append(Entry(1.0, 0.5, 1))
@@ -216,7 +220,7 @@ def test_a_crash_between_a_line_and_its_mark_is_no_loss(tmp_path):
     file = LedgerFile.open(path)
     file.append(Entry(1.0, 0.5, 1, 4.0))
     file.close()
-    assert (read_ledger(path).steps, read_mark(path)["steps"]) == (6, 6)
+    assert (read_ledger(path).steps, read_mark(path).steps) == (6, 6)
 
 
 @pytest.mark.fault("damaged ledger")
@@ -234,7 +238,7 @@ def test_a_mark_torn_anywhere_is_the_one_before_it(tmp_path, record_property):
         for size in range(SLOT):
             beside(path).write_bytes(new[: start + size] + old[start + size :])
             assert read_ledger(path).steps == charges + 1
-            assert read_mark(path)["lines"] >= lines - 1
+            assert read_mark(path).lines >= lines - 1
         whole = path.read_bytes()
         cut(path, lines - 2)
         with pytest.raises(GredpError, match="lacks lines"):
@@ -249,11 +253,11 @@ def test_a_mark_that_is_gone_is_refused_and_an_old_ledger_has_none(tmp_path):
     written(path)
     for content in (b"", b"x" * 2 * SLOT, b"\0" * 2 * SLOT):
         beside(path).write_bytes(content)
-        with pytest.raises(GredpError, match=r"ledger.mark is damaged: it has no whole slot"):
+        with pytest.raises(GredpError, match=r"ledger.mark is damaged or missing"):
             read_ledger(path)
     beside(path).unlink()
     for read in (read_ledger, LedgerFile.open):
-        with pytest.raises(GredpError, match=r"ledger.mark is not there"):
+        with pytest.raises(GredpError, match=r"ledger.mark is damaged or missing"):
             read(path)
     old, _ = seal(json.dumps({"line": "open", "format": "gredp-ledger", "version": 1, "inherited": []}))
     path.write_text(old)

@@ -1,6 +1,5 @@
 """`gredp audit`: what it is told, what it plays, what it prints, and how it ends. No torch until it plays."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -204,14 +203,11 @@ def _case_of_run(folder: Path) -> Any:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    from gredp.storage.record import FORMAT
+    from gredp.storage.record import load
 
-    try:
-        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        if record["format"] != FORMAT or not isinstance(record["settings"], dict):
-            raise KeyError("format")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GredpError(f"{folder} holds no record of a run: {error}") from None
+    record = load(folder)
+    if not isinstance(record.get("settings"), dict):
+        raise GredpError(f"{folder} holds no record of a run")
     return record
 
 

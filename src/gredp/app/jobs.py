@@ -20,7 +20,7 @@ from gredp.app.merge_settings import resolved
 from gredp.app.settings import FILE, TrainSettings, saved_settings
 from gredp.errors import GredpError
 from gredp.storage.files import cannot, make_folder
-from gredp.storage.record import save
+from gredp.storage.record import load, save
 
 #: what a job's record keeps of its run's
 KEPT = (
@@ -168,7 +168,7 @@ def _collect(job: Job, status: int, out: Path, folder: Path, took: dict[str, flo
     if status:
         lines = log.read_text(errors="replace").strip().splitlines() or [f"status {status}"]
         raise GredpError(f"{job.name} failed: {lines[-1]} (log: {log})")
-    found = json.loads((folder / "record.json").read_text())
+    found = load(folder)
     kept = {key: found[key] for key in (*KEPT, *JUDGED_BY) if key in found}
     kept["command"] = command(job)
     kept["settings"] = {k: v for k, v in kept["settings"].items() if k not in ("data_dir", "pretrained")}

@@ -1,7 +1,8 @@
 """Files that show when they were damaged: text under a SHA-256 seal, written whole or not at all.
 
 A sealed line is the hash of (the seal before it, its own text), a blank, the text. A seal finds accidents and
-careless edits. It has no key: whoever rewrites every seal behind an edit is not found out.
+careless edits. It has no key, so it does not find someone who
+rewrites every seal behind an edit.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from gredp.errors import GredpError
 LARGEST_TEXT = 1 << 30
 
 
-class Damaged(GredpError):
+class CorruptFile(GredpError):
     """A file is not what was written."""
 
 
@@ -46,14 +47,14 @@ def read(path: Path, limit: int = LARGEST_TEXT) -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise Damaged(f"{path} is not a plain file")
+                raise CorruptFile(f"{path} is not a plain file")
             if status.st_size > limit:
-                raise Damaged(f"{path} has {status.st_size} bytes, more than {limit}")
+                raise CorruptFile(f"{path} has {status.st_size} bytes, more than {limit}")
             return file.read(limit)
     except FileNotFoundError:
-        raise Damaged(f"{path} is not there") from None
+        raise CorruptFile(f"{path} is not there") from None
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
+        raise CorruptFile(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def write(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -100,7 +101,20 @@ def read_document(path: Path) -> Any:
     try:
         return unseal(content.decode().removesuffix("\n"))[0]
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is damaged: {one_line(error)}") from None
+        raise CorruptFile(f"{path} is damaged: {one_line(error)}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object without a seal; empty where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(read(path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(f"{path} is damaged: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise CorruptFile(f"{path} is damaged: it holds no object")
+    return value
 
 
 def one_line(error: BaseException) -> str:

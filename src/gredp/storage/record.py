@@ -19,10 +19,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate
-from gredp.storage.files import make_folder, write
+from gredp.storage.files import make_folder, read_json, write
 
 FORMAT, VERSION = "gredp-record", 1
+FILE = "record.json"
 PACKAGES = ("gredp", "torch", "numpy", "dp-accounting", "scikit-learn")
 
 
@@ -84,3 +86,13 @@ def save(path: Path, record: dict[str, Any]) -> None:
     """Whole or not at all, folders included."""
     make_folder(path.parent)
     write(path, f"{dumps(record)}\n".encode())
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The record in a run folder, empty if there is none yet; other formats and versions are rejected."""
+    record = read_json(folder / FILE)
+    found = (record.get("format"), record.get("version"))
+    if record and found != (FORMAT, VERSION):
+        was = " ".join(map(str, found))
+        raise GredpError(f"{folder / FILE} has format {was!r}; this gredp reads '{FORMAT} {VERSION}'")
+    return record

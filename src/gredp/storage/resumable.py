@@ -158,7 +158,6 @@ class Resumable:
 
     def _keep(self, folder: RunFolder) -> None:
         """Begin a new incarnation in `folder` and charge its ledger from now on."""
-        assert folder.ledger is not None
         self.secret.incarnation = folder.ledger.start()
         self.ledger.keep_in(folder.ledger)
         self._folder = folder
@@ -178,7 +177,6 @@ def _open(path: Path, held: list[RunFolder]) -> tuple[dict[str, Any], bytes]:
     """What all processes must know of a run: its newest checkpoint, what was spent. `held` takes it."""
     held.append(RunFolder.open(path))
     checkpoint = held[0].newest()
-    assert held[0].ledger is not None
     written = held[0].ledger.written
     facts = {
         "checkpoint": checkpoint.facts,

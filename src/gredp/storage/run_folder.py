@@ -1,8 +1,8 @@
-"""The folder of a run: its lock, its ledger and its checkpoints. No torch.
+"""A run folder: its lock, its ledger and its checkpoints. No torch.
 
 | file | what | written |
 |---|---|---|
-| settings.json | what the run was told, sealed (`gredp train` only) | once |
+| settings.json | the settings of the run, sealed (`gredp train` only) | once |
 | split | with correlation bands: the key that splits the records into parts, mode 600 | once |
 | ledger | every step charged, sealed line by line | fsync before each noisy update |
 | ledger.mark | how far the ledger has come | in place, fsync behind each of its lines |
@@ -16,17 +16,16 @@ import fcntl
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gredp.errors import GredpError
 from gredp.privacy.ledger import Entry
-from gredp.storage.evidence import open_spent
-from gredp.storage.files import Damaged, cannot, read, read_document, write, write_document
-from gredp.storage.ledger_file import LedgerFile
-from gredp.storage.ledger_mark import place
+from gredp.storage.evidence import Place
+from gredp.storage.files import CorruptFile, cannot, read, read_document, write, write_document
+from gredp.storage.ledger_file import LedgerFile, ledger_of
 
 #: largest checkpoint that is read
 LARGEST_TENSORS = 64 << 30
@@ -41,43 +40,38 @@ class Checkpoint:
 
 
 class RunFolder:
-    """A run folder, held by this process alone until `close`."""
+    """A run folder, locked by this process until `close`."""
 
-    def __init__(self, path: Path) -> None:
-        """Take the lock of a folder that exists."""
+    def __init__(self, path: Path, open_ledger: Callable[[Path], LedgerFile]) -> None:
+        """Lock a folder that exists, then open its ledger."""
         self.path = path
-        self._lock = _take_lock(path)
+        self._lock: int | None = _take_lock(path)
         self._last: int | None = None  # the newest checkpoint known to be whole
-        self.ledger: LedgerFile | None = None
+        try:
+            self.ledger = open_ledger(path / "ledger")
+        except BaseException:
+            self._unlock()
+            raise
 
     @classmethod
     def create(cls, path: Path, inherited: Iterable[Entry] = ()) -> "RunFolder":
-        """A new folder with a ledger; one that exists is not written into."""
+        """A new folder with a ledger; a folder that exists is not written into."""
         try:
             path.mkdir(parents=True, exist_ok=False)
         except FileExistsError:
             raise GredpError(f"{path} exists already: choose another --out, or --resume it") from None
         except OSError as error:
             raise cannot(path, "written", error) from None
-        folder = cls(path)
-        folder.ledger = LedgerFile.create(path / "ledger", inherited)
-        return folder
+        return cls(path, lambda ledger: LedgerFile.create(ledger, inherited))
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """A folder that a run left behind; what it has spent is verified against all that it holds."""
-        if not (path / "ledger").exists():  # before a lock is left in a folder of something else
-            raise GredpError(f"{path} is not the folder of a run: it has no ledger")
-        folder = cls(path)
-        try:
-            folder.ledger = open_spent(path)
-        except BaseException:
-            folder.close()
-            raise
-        return folder
+        """A folder that a run left; what it has spent is verified against all that it holds."""
+        ledger_of(path)  # before a lock is left in a folder of something else
+        return cls(path, LedgerFile.open)
 
     def keep_split(self, key: bytes) -> None:
-        """Before the first checkpoint: a run that can go on has its split."""
+        """Before the first checkpoint: a run that can be resumed has its split."""
         write_document(self.path / "split", {"key": key.hex()}, mode=0o600)
 
     def split(self) -> str | None:
@@ -89,32 +83,29 @@ class RunFolder:
         try:
             return bytes.fromhex(kept["key"]).hex()
         except (KeyError, TypeError, ValueError):
-            raise Damaged(f"{path} is not the split of a run") from None
+            raise CorruptFile(f"{path} is not the split of a run") from None
 
     def save(self, tensors: bytes, facts: dict[str, Any]) -> None:
         """A new checkpoint; the one before it is kept, older ones go once this one is on the disk."""
-        assert self.ledger is not None
         known = self._numbers()
         number = 1 + max(known, default=0)
         content = {"size": len(tensors), "sha256": hashlib.sha256(tensors).hexdigest()}
-        lines = self.ledger.written.seals
-        position = {"lines": len(lines), "seal": lines[-1], "steps": self.ledger.written.steps}
+        place = self.ledger.written.place._asdict()
         write(self._file(number, "safetensors"), tensors)
-        write_document(self._file(number, "json"), {"tensors": content, "ledger": position, **facts})
-        for old in known:
-            if old != self._last:
-                for file in sorted(
-                    self.path.glob(f"checkpoint-{old:06d}.*")
-                ):  # .json first: none without tensors
-                    file.unlink(missing_ok=True)
+        write_document(self._file(number, "json"), {"tensors": content, "ledger": place, **facts})
+        for old in sorted({*known} - {self._last}):
+            for file in sorted(
+                self.path.glob(f"checkpoint-{old:06d}.*")
+            ):  # .json first: none without tensors
+                file.unlink(missing_ok=True)
         self._last = number
 
     def newest(self) -> Checkpoint:
-        """The newest whole checkpoint; damaged ones are passed over with a warning."""
+        """The newest whole checkpoint; damaged ones are skipped with a warning."""
         for number in sorted(self._numbers(".json"), reverse=True):
             try:
                 found = self._read(number)
-            except Damaged as error:
+            except CorruptFile as error:
                 warnings.warn(f"{error}; the checkpoint before it is used", stacklevel=2)
                 continue
             self._last = number
@@ -126,12 +117,12 @@ class RunFolder:
         path = self._file(number, "safetensors")
         try:
             size, digest = facts["tensors"]["size"], facts["tensors"]["sha256"]
-            place(facts["ledger"])
+            Place.of(facts["ledger"])
         except (KeyError, TypeError, ValueError):
-            raise Damaged(f"{self._file(number, 'json')} is not a checkpoint") from None
+            raise CorruptFile(f"{self._file(number, 'json')} is not a checkpoint") from None
         tensors = read(path, min(size, LARGEST_TENSORS))
         if hashlib.sha256(tensors).hexdigest() != digest:
-            raise Damaged(f"{path} is damaged: its hash is not the one that was noted")
+            raise CorruptFile(f"{path} is damaged: its hash does not match")
         return Checkpoint(tensors, facts)
 
     def _numbers(self, end: str = "") -> list[int]:
@@ -144,8 +135,10 @@ class RunFolder:
         return self.path / f"checkpoint-{number:06d}.{kind}"
 
     def close(self) -> None:
-        if self.ledger is not None:
-            self.ledger.close()
+        self.ledger.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             _locks.discard(self._lock)
             os.close(self._lock)
@@ -164,7 +157,7 @@ def _leave_locks_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
-def _take_lock(path: Path) -> int | None:
+def _take_lock(path: Path) -> int:
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:

@@ -6,11 +6,10 @@ from typing import Any
 
 from gredp.privacy.accountant import AccountantName, epsilon
 from gredp.privacy.paper_claims import claimed_epsilon
-from gredp.storage.evidence import read_spent
 from gredp.storage.files import read_document
-from gredp.storage.ledger_file import Written
+from gredp.storage.ledger_file import LedgerState, ledger_of, read_ledger
 
-#: where the settings lie in a run's folder
+#: the settings of a run, in its folder
 SETTINGS = "settings.json"
 
 
@@ -18,7 +17,7 @@ SETTINGS = "settings.json"
 class Spent:
     """`proven_epsilon` at `delta` covers every line of the ledger, one that a crash cut off included."""
 
-    written: Written
+    written: LedgerState
     delta: float
     accountant: AccountantName
     proven_epsilon: float
@@ -44,10 +43,9 @@ class Spent:
 def spent(run: str | Path, delta: float | None = None, accountant: AccountantName | None = None) -> Spent:
     """By default at the run's own δ and with its accountant; 1e-5 and pld where it has no settings.
 
-    A folder without a ledger, with one that is not what was written, or with one that has less than anything
-    else in the folder shows, is refused.
+    A folder is rejected without a ledger, with a damaged one, or with one that lost lines.
     """
-    written = read_spent(Path(run))
+    written = read_ledger(ledger_of(Path(run)))
     own = read_document(Path(run) / SETTINGS)["settings"] if (Path(run) / SETTINGS).exists() else {}
     delta = own.get("delta", 1e-5) if delta is None else delta
     name = accountant or own.get("accountant", "pld")

@@ -324,7 +324,7 @@ def test_what_is_no_run_is_refused_in_one_line(runs, tmp_path, capsys):
         (whole[:100], "is damaged"),
         ("[]", "holds no object"),
         ("{}", None),
-        ('{"format": "other", "version": 1}', "not a record of this version"),
+        ('{"format": "other", "version": 1}', "this gredp reads 'gredp-record 1'"),
         ('{"format": "gredp-record", "version": 1}', "not of this version"),
         (whole.replace('"test_accuracy"', '"other"'), "not of this version"),
         (whole.replace('"metrics": [', '"metrics": 7, "x": ['), "not of this version"),

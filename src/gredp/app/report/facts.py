@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gredp.app.settings import FILE, TrainSettings
-from gredp.errors import GredpError
 from gredp.privacy.ledger import mechanisms
-from gredp.storage.evidence import read_json
-from gredp.storage.files import read_document
-from gredp.storage.record import FORMAT, VERSION
+from gredp.storage.files import read_document, read_json
+from gredp.storage.record import load
 from gredp.storage.spent import Spent, spent
 
 #: relative difference at which two versions of an accountant may still mean the same ε
@@ -113,9 +111,7 @@ def read_run(folder: str | Path) -> Facts:
     folder = Path(folder)
     counted = spent(folder)
     settings = read_document(folder / FILE) if (folder / FILE).exists() else {}
-    record = read_json(folder / "record.json")
-    if record and (record.get("format"), record.get("version")) != (FORMAT, VERSION):
-        raise GredpError(f"{folder / 'record.json'} is not a record of this version of gredp")
+    record = load(folder)
     return Facts(folder, counted, record, read_json(folder / "metrics.json") | settings | record)
 
 
