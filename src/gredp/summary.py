@@ -3,7 +3,7 @@
 import html
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,11 +146,9 @@ def held_bytes(gradients: Sequence[PerSampleGradient]) -> int:
     """Bytes of these gradients' tensors, what they share counted once; not of larger ones they may view."""
     held: dict[int, int] = {}
     for gradient in gradients:
-        for field in fields(gradient):  # type: ignore[arg-type]
-            value = getattr(gradient, field.name)
-            if isinstance(value, Tensor):
-                place = value.untyped_storage()._cdata
-                held[place] = max(held.get(place, 0), value.nbytes)
+        for tensor in gradient.tensors().values():
+            place = tensor.untyped_storage()._cdata
+            held[place] = max(held.get(place, 0), tensor.nbytes)
     return sum(held.values())
 
 

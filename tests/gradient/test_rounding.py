@@ -61,7 +61,7 @@ def test_what_a_record_adds_is_never_longer_than_the_clip_norm(layer, method):
         for i in range(records):
             square = 0.0
             for name, gradient in clipped.gradients.items():
-                one = torch.where(torch.arange(records) == i, clipped.factors[name], 0.0).to(gradient.dtype)
+                one = torch.where(torch.arange(records) == i, clipped.factors[name], 0.0).to(gradient.like)
                 added, view = gradient.weighted_sum(one).double(), step.block_views[name]
                 weights = step.squared_weights[name].double()
                 energy = added.square()

@@ -70,7 +70,7 @@ def _least(spectra: PerSampleSpectra, name: str, energy: Tensor, plan: StepPlan)
         bound = energy.sum(1)
     else:
         return torch.zeros((), dtype=energy.dtype, device=energy.device).expand(len(energy))
-    return bound * LEAST_LEFT[gradient.dtype] ** 2
+    return bound * LEAST_LEFT[gradient.like.dtype] ** 2
 
 
 def _rounding(spectra: PerSampleSpectra, view: BlockView, energy: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _rounding(spectra: PerSampleSpectra, view: BlockView, energy: Tensor) -> Ten
 def _unbounded(spectra: PerSampleSpectra) -> ClippedSpectra:
     """For balls without end: certified as no privacy at all."""
     factors = {
-        name: torch.full((spectra.batch,), spectra.scale, dtype=gradient.dtype, device=gradient.device)
+        name: gradient.like.new_full((spectra.batch,), spectra.scale)
         for name, gradient in spectra.gradients.items()
     }
     return ClippedSpectra(spectra.gradients, factors, {}, torch.ones(spectra.batch, dtype=torch.bool))

@@ -6,33 +6,38 @@ Letters: b record, o output, i input, t position, k frequency, p and q blocks.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from gredp.gradient.norms import (
-    GRAM_ROUNDING,
-    KEPT,
-    as_double_if_long,
-    normalize_rows,
-    parts,
-    squares,
-)
+from gredp.gradient.norms import GRAM_ROUNDING, KEPT, as_double_if_long, normalize_rows, parts, squares
 from gredp.gradient.per_sample import Buffer, Dense, PerSampleGradient
 from gredp.spectrum import grid_energy, half_fft, half_ifft, square_modulus, whole_energy
 
 
+class Factored(PerSampleGradient):
+    """Stored as tensors `[b, t, *]`, its gradient a sum over positions t."""
+
+    grid_axes = 1
+
+    def merge_views(self, views: int) -> Self:
+        """Views are further positions: `[b · views, t, *]` → `[b, views · t, *]`."""
+        return self.map_records(lambda rows: rows.unflatten(0, (-1, views)).flatten(1, 2))
+
+    def chunks(self, size: int) -> Iterator[tuple[slice, Self]]:
+        """A few records at a time, with `size` elements each when worked on."""
+        for part in parts(self.batch, size):
+            yield part, self.map_records(itemgetter(part))
+
+
 @dataclass(frozen=True)
-class Outer(PerSampleGradient):
+class Outer(Factored):
     """A linear layer: Σ_t left_t ⊗ right_t. Frequencies are those of the input axis."""
 
     left: Tensor  # [b, t, o]
     right: Tensor  # [b, t, i]
-    grid_axes: int = 1
-
-    @property
-    def batch(self) -> int:
-        return self.left.shape[0]
 
     def dense(self) -> Tensor:
         return torch.bmm(self.left.transpose(1, 2), self.right)
@@ -47,7 +52,7 @@ class Outer(PerSampleGradient):
             return self
         values = (buffer or Buffer()).take((self.batch, o, i), self.left)
         energies = []
-        for part, chunk in self._chunks(o * i):
+        for part, chunk in self.chunks(o * i):
             torch.bmm(chunk.left.transpose(1, 2), chunk.right, out=values[part])
             if spectral:
                 energies.append(grid_energy(values[part], 1))
@@ -59,7 +64,7 @@ class Outer(PerSampleGradient):
             return squares(self.left) * squares(self.right)
         if positions * (o + i) < o * i:
             return self._gram_norm()
-        return torch.cat([squares(c.dense()) for _, c in self._chunks(o * i)])
+        return torch.cat([squares(c.dense()) for _, c in self.chunks(o * i)])
 
     def _gram_norm(self) -> Tensor:
         """‖Σ_t l_t r_tᵀ‖² = Σ_ts (l_t·l_s)(r_t·r_s): two Gram matrices instead of the product.
@@ -86,8 +91,8 @@ class Outer(PerSampleGradient):
             right = whole_energy(square_modulus(half_fft(self.right[:, 0], 1)), self.right.shape[2:])
             return squares(self.left)[:, None] * right
         if positions * (o + i) < o * i:
-            return torch.cat([c._gram_energy() for _, c in self._chunks(positions * (o + 2 * i))])
-        return torch.cat([grid_energy(c.dense(), 1) for _, c in self._chunks(o * i)])
+            return torch.cat([c._gram_energy() for _, c in self.chunks(positions * (o + 2 * i))])
+        return torch.cat([grid_energy(c.dense(), 1) for _, c in self.chunks(o * i)])
 
     def _gram_energy(self) -> Tensor:
         """Σ_ts (l_t·l_s) conj(r̂_t[k]) r̂_s[k] for each k: a Gram matrix and the spectra of the inputs.
@@ -113,26 +118,13 @@ class Outer(PerSampleGradient):
         left = self.left * factors[:, None, None]
         return left.flatten(0, 1).t() @ self.right.flatten(0, 1)
 
-    def merge_views(self, views: int) -> "Outer":
-        """Views are further positions."""
-        return Outer(_join_views(self.left, views), _join_views(self.right, views))
-
-    def _chunks(self, size: int) -> Iterator[tuple[slice, "Outer"]]:
-        for part in parts(self.batch, size):
-            yield part, replace(self, left=self.left[part], right=self.right[part])
-
 
 @dataclass(frozen=True)
-class Circulant(PerSampleGradient):
+class Circulant(Factored):
     """A block-circulant layer: spectrum √d · Σ_t left_p[k] · conj(right_q[k]) for each block."""
 
     left: Tensor  # [b, t, p, d], output gradient in blocks
     right: Tensor  # [b, t, q, d], input in blocks
-    grid_axes: int = 1
-
-    @property
-    def batch(self) -> int:
-        return self.left.shape[0]
 
     @property
     def length(self) -> int:
@@ -149,9 +141,6 @@ class Circulant(PerSampleGradient):
     def dense(self) -> Tensor:
         return half_ifft(self._product(), 1, self.length)
 
-    def merge_views(self, views: int) -> "Circulant":
-        return Circulant(_join_views(self.left, views), _join_views(self.right, views))
-
     def squared_norm(self) -> Tensor:
         return self.grid_energy().sum(1)
 
@@ -164,11 +153,7 @@ class Circulant(PerSampleGradient):
     def grid_energy(self) -> Tensor:
         if self.left.shape[1] != 1:
             size = self.left.shape[2] * self.right.shape[2] * self.length
-            chunks = (
-                replace(self, left=self.left[part], right=self.right[part])
-                for part in parts(self.batch, size)
-            )
-            energy = torch.cat([square_modulus(chunk._product()).sum((1, 2)) for chunk in chunks])
+            energy = torch.cat([square_modulus(c._product()).sum((1, 2)) for _, c in self.chunks(size)])
             return whole_energy(energy, (self.length,))
         # Parseval: the sums over blocks part, so O(p + q) instead of O(pq) for each frequency
         left, right = (square_modulus(m).sum((1, 2)) for m in self._spectra())
@@ -182,27 +167,21 @@ class Circulant(PerSampleGradient):
 
 
 @dataclass(frozen=True)
-class Lookup(PerSampleGradient):
+class Lookup(Factored):
     """An embedding: row ids_t of the table receives gradient_t."""
 
     ids: Tensor  # [b, t]
     gradient: Tensor  # [b, t, i], zero at the padding index
     rows: int
-    grid_axes: int = 1
     distinct: bool = False  # whether at most one position of a row is not zero
-
-    @property
-    def batch(self) -> int:
-        return self.ids.shape[0]
 
     def dense(self) -> Tensor:
         b, t, i = self.gradient.shape
         out = self.gradient.new_zeros(b, self.rows, i)
         return out.scatter_add_(1, self.ids[..., None].expand(b, t, i), self.gradient)
 
-    def merge_views(self, views: int) -> "Lookup":
-        ids, gradient = _join_views(self.ids, views), _join_views(self.gradient, views)
-        return Lookup(ids, gradient, self.rows)
+    def merge_views(self, views: int) -> Self:
+        return replace(super().merge_views(views), distinct=False)
 
     def compact(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
         """Positions with the same row added up at the first of them, after which every row stands alone."""
@@ -220,8 +199,3 @@ class Lookup(PerSampleGradient):
         values = (self.gradient * factors[:, None, None]).flatten(0, 1)
         out = values.new_zeros(self.rows, values.shape[1])
         return out.index_add_(0, self.ids.flatten(), values)
-
-
-def _join_views(rows: Tensor, views: int) -> Tensor:
-    """`[b · views, t, *]` → `[b, views · t, *]`."""
-    return rows.reshape(rows.shape[0] // views, views * rows.shape[1], *rows.shape[2:])

@@ -8,8 +8,9 @@ Letters: b record, o output, i input, t position, k frequency, p and q blocks, c
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -44,23 +45,25 @@ class PerSampleGradient(ABC):
     def dense(self) -> Tensor:
         """`[b, *shape]`."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What it is stored as, by the names of its fields."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     @property
-    @abstractmethod
     def batch(self) -> int:
         """Number of records."""
+        return next(iter(self.tensors().values())).shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._stored.dtype
+    def like(self) -> Tensor:
+        """A tensor of its precision and device."""
+        return next(t for t in self.tensors().values() if t.is_floating_point())
 
-    @property
-    def device(self) -> torch.device:
-        return self._stored.device
-
-    @property
-    def _stored(self) -> Tensor:
-        values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
-        return next(v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+    def map_records(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with each tensor of one row per record replaced by `change` of it."""
+        rows = {n: change(t) for n, t in self.tensors().items() if t.dim() and t.shape[0] == self.batch}
+        return replace(self, **rows)  # type: ignore[type-var]
 
     def compact(self, spectral: bool, buffer: Buffer | None = None) -> "PerSampleGradient":
         """The form in which to keep it until the step: itself, or something smaller.
@@ -104,21 +107,15 @@ class PerSampleGradient(ABC):
         allowances of their own, `norm_bound` and GRAM_ROUNDING.
         """
         transform = size * math.sqrt(size) if size <= SMALL else 7 * math.log2(size)
-        return torch.finfo(self.dtype).eps / 2 * (72 + transforms * transform) + 1e-10
+        return torch.finfo(self.like.dtype).eps / 2 * (72 + transforms * transform) + 1e-10
 
     def merge_views(self, views: int) -> "PerSampleGradient":
         """Rows of `views` inputs that are one record's become one row, their sum: views first, clip after."""
-        return Dense(_add_views(self.dense(), views), self.grid_axes)
+        return Dense(self.dense().unflatten(0, (-1, views)).sum(1), self.grid_axes)
 
     def zero_unless(self, mask: Tensor) -> "PerSampleGradient":
         """The same with the records outside `mask` set to zero, infinities and NaN included."""
-        changed = {}
-        for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor) and value.dim() and value.shape[0] == self.batch:
-                shaped = mask.view(-1, *[1] * (value.dim() - 1))
-                changed[f.name] = value.masked_fill(~shaped, 0)
-        return replace(self, **changed)  # type: ignore[type-var]
+        return self.map_records(lambda t: t.masked_fill(~mask.view(-1, *[1] * (t.dim() - 1)), 0))
 
 
 @dataclass(frozen=True)
@@ -128,10 +125,6 @@ class Dense(PerSampleGradient):
     values: Tensor  # [b, *shape]
     grid_axes: int = 1
     energies: Tensor | None = None  # [b, *grid], where they were asked for early
-
-    @property
-    def batch(self) -> int:
-        return self.values.shape[0]
 
     def dense(self) -> Tensor:
         return self.values
@@ -161,8 +154,3 @@ class PerSampleSpectra:
     gradients: Mapping[str, PerSampleGradient]
     batch: int
     scale: float
-
-
-def _add_views(rows: Tensor, views: int) -> Tensor:
-    """`[b · views, *]` → `[b, *]`, added up."""
-    return rows.reshape(rows.shape[0] // views, views, *rows.shape[1:]).sum(1)

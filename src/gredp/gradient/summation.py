@@ -40,7 +40,7 @@ class BoundedSum:
         if self.spent:
             raise GredpError("this sum was released already: records cannot join it any more")
         for name, gradient in clipped.gradients.items():
-            factors = clipped.factors[name].to(gradient.dtype)
+            factors = clipped.factors[name].to(gradient.like.dtype)
             if self.block_views[name].padded:
                 assert isinstance(gradient, Correlation)
                 total = padded_sum(gradient, factors)

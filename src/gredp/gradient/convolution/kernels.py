@@ -34,10 +34,6 @@ class Kernels(PerSampleGradient):
     def grid_axes(self) -> int:  # type: ignore[override]
         return len(self.shape) - 2
 
-    @property
-    def batch(self) -> int:
-        return self.values.shape[0]
-
     def _offsets_first(self) -> Tensor:
         """`[b, group, *kernel, c, o]`."""
         b, groups, _, c, _, o = self.values.shape
