@@ -9,7 +9,7 @@ from typing import Any
 
 from gredp.paper.cells import EPOCHS, PAPER, TUNING, Cell, Target, cells
 from gredp.paper.figures import draw_dynamics, draw_epsilon
-from gredp.paper.paper import CLIPPING, HEADLINE, LEARNING_RATE
+from gredp.paper.paper import ABLATIONS, CLIPPING, HEADLINE
 from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
@@ -165,7 +165,7 @@ def _rates() -> dict[str, float]:
         for line in one_scale("ablation-lr")
         if line.cell.row == "gredp-claimed"
     }
-    return {"least": ours[0.001], "largest": ours[0.1], "paper": LEARNING_RATE[0.001]}
+    return {"least": ours[0.001], "largest": ours[0.1], "paper": ABLATIONS["lr"][0.001]}
 
 
 def _norms() -> dict[str, float]:

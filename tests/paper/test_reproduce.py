@@ -112,7 +112,7 @@ def test_smoke_runs_once_and_shows_claimed_beside_proven(only, tmp_path, monkeyp
         assert shown["proven ε"]
         assert shown["claimed ε"] == "–" or float(shown["proven ε"]) > 0
         if line.cell.row != "plain":
-            bound = line.records[0]["audit"]["epsilon"]
+            bound = line.records[0]["audit"]["audited_epsilon_lower"]
             assert 0 < bound <= line.proven
     assert "GReDP" in capsys.readouterr().out
     records = sorted(Path("reproduction").glob("*.json"))
@@ -161,7 +161,7 @@ def test_a_cell_that_fails_is_named_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (ReproduceSettings("table1", only=("vgg",)), "--only knows"),
+        (ReproduceSettings("table1", only=("vgg",)), "--only takes"),
         (ReproduceSettings("table1", seeds=0), "--seeds must be at least 1"),
         (ReproduceSettings("table1", workers=0), "--workers must be at least 1"),
         (ReproduceSettings("table2"), "no smoke scale"),

@@ -3,65 +3,50 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from gredp.app.figure_file import figure_file
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-COLORS = {"claimed": "#c44e52", "audited, at least": "#333333", "proven": "#4c72b0"}
+#: key of a row, name and color of its bar
+BARS = (
+    ("claimed_epsilon", "claimed", "#c44e52"),
+    ("audited_epsilon_lower", "audited, at least", "#333333"),
+    ("proven_epsilon", "proven", "#4c72b0"),
+)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Left the scores of the most telling game with its threshold, right claimed, audited and proven ε."""
     rows = record["rows"]
     games = [row for row in rows if "histogram" in row]
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "gredp", "font.size": 9}
-    with plt.rc_context(style):
-        size = (11, max(3.0, 0.34 * len(rows) + 1.2))
-        figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(2, 3))
+    size = (11, max(3.0, 0.34 * len(rows) + 1.2))
+    # The date ties the figure to its record.
+    title = f"record of {record['created']}"
+    with figure_file(path, 1, 2, title=title, figsize=size, width_ratios=(2, 3)) as (left, right):
         if games:
             _scores(left, next((row for row in games if row["refuted"]), games[0]))
         else:
             left.set_axis_off()
         _bars(right, rows)
-        # The date ties the figure to its record; without one of its own the file is the same every time.
-        metadata = {"Title": f"record of {record['created']}"} | (
-            {"Date": None} if path.suffix == ".svg" else {}
-        )
-        if path.suffix == ".pdf":
-            metadata = {"Title": metadata["Title"], "CreationDate": None}
-        figure.savefig(path, metadata=metadata)
-        plt.close(figure)
 
 
 def _scores(axes: Any, row: dict[str, Any]) -> None:
-    histogram = row["histogram"]
-    axes.stairs(
-        histogram["without"], histogram["edges"], fill=True, alpha=0.5, label="canary not in the data"
-    )
-    axes.stairs(histogram["with"], histogram["edges"], fill=True, alpha=0.5, label="canary in the data")
+    for world, label in (("without", "canary not in the data"), ("with", "canary in the data")):
+        axes.stairs(row["histogram"][world], row["histogram"]["edges"], fill=True, alpha=0.5, label=label)
     axes.axvline(row["threshold"], color="black", linestyle="--", label="threshold")
     axes.set(title=f"{row['name']} ({row['direction']})", xlabel="score", ylabel="plays")
     axes.legend(fontsize=7)
 
 
 def _bars(axes: Any, rows: list[dict[str, Any]]) -> None:
-    values = [
-        {"claimed": row["claimed_epsilon"], "audited, at least": row["audited_epsilon_lower"],
-         "proven": row["proven_epsilon"]}
-        for row in rows
-    ]  # fmt: skip
-    finite = [float(v) for row in values for v in row.values() if v is not None and float(v) < 1e6]
-    top = 1.1 * max(finite, default=1.0)
-    for place, row in enumerate(values):
-        for offset, (name, value) in enumerate(row.items()):
-            if value is None:
+    values = [float(row[key]) for row in rows for key, _, _ in BARS if row[key] is not None]
+    top = 1.1 * max((value for value in values if value < 1e6), default=1.0)
+    for place, row in enumerate(rows):
+        for offset, (key, name, color) in enumerate(BARS):
+            if row[key] is None:
                 continue
-            label = name if place == 0 else None
-            shown = min(float(value), top)
-            axes.barh(place + 0.27 * (offset - 1), shown, 0.25, color=COLORS[name], label=label)
-            if float(value) > top:
-                axes.text(top, place + 0.27 * (offset - 1), " ∞", va="center", fontsize=7)
+            value, height = float(row[key]), place + 0.27 * (offset - 1)
+            axes.barh(height, min(value, top), 0.25, color=color, label=name if place == 0 else None)
+            if value > top:
+                axes.text(top, height, " ∞", va="center", fontsize=7)
     names = [f"{r['name']} – {r['claim']}{', REFUTED' if r['refuted'] else ''}" for r in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=7)
     axes.invert_yaxis()

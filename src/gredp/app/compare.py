@@ -247,10 +247,9 @@ def together(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Every run as a dot, every mean with its interval."""
-    from gredp.paper.figures import STYLE, plt, save_figure
+    from gredp.app.figure_file import figure_file
 
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6, 1 + 0.5 * len(result["methods"])), layout="constrained")
+    with figure_file(path, figsize=(6, 1 + 0.5 * len(result["methods"]))) as axes:
         for place, (name, found) in enumerate(result["methods"].items()):
             dots = 100 * np.array(found["accuracies"])
             axes.plot(dots, [place] * len(dots), "o", color=methods()[name].color, alpha=0.4)
@@ -261,4 +260,3 @@ def draw(result: dict[str, Any], path: Path) -> None:
         what = "accuracy, % (dots: runs; bars: 95 % interval of the mean)"
         axes.set(xlabel=f"{what}\n{together(result)}")
         axes.invert_yaxis()
-        save_figure(figure, path)

@@ -36,7 +36,10 @@ class LowerBound:
     direction: str
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """With the names that a game's row has in a record."""
+        found = asdict(self)
+        lower, most = found.pop("epsilon"), found.pop("multiplier_upper")
+        return {"audited_epsilon_lower": lower, "audited_multiplier_upper": most, **found}
 
 
 def audited_lower_bound(

@@ -1,6 +1,7 @@
 """The auditor's part of a table: a lower bound of each cell's ε, and the verdicts on the theorems."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,26 @@ def audit_cells(cells: Iterable[Cell], out: Path, plays: int) -> None:
         record = read_record(out, cell)
         if record is None or cell.row == "plain" or "audit" in record:
             continue
-        guarantee = record["guarantee"]
+        row, guarantee = ROWS[cell.row], record["guarantee"]
+        claim = row.get("claim", "proven")
         bound = audited_lower_bound(
-            str(ROWS[cell.row]["method"]),
-            str(ROWS[cell.row].get("noise", "white")),
-            str(ROWS[cell.row].get("claim", "proven")),
+            row["method"],
+            row.get("noise", "white"),
+            claim,
             record["settings"]["clipping"],
             sigma=guarantee["sigma"],
             sample_rate=guarantee["sample_rate"],
             steps=guarantee["steps"],
-            layers=_layers(cell, guarantee),
+            # as many blocks as are each clipped to the norm, otherwise two stand for all
+            layers=max(2, clipped_layers(guarantee)) if claim == "paper" else 2,
             delta=guarantee["delta"],
             plays=plays,
         )
         save(record_file(out, cell), record | {"audit": bound.to_json()})
 
 
-def _layers(cell: Cell, guarantee: dict[str, Any]) -> int:
-    """How many blocks to play: as many as are each clipped to the norm, otherwise two stand for all."""
-    return max(2, clipped_layers(guarantee)) if ROWS[cell.row].get("claim") == "paper" else 2
-
-
 def audit_theorems(out: Path, trials: int, plays: int) -> list[dict[str, Any]]:
     """The verdicts, recorded in `theorems.json`."""
-    verdicts = [verdict.to_json() for verdict in check_theorems(trials, plays=plays)]
+    verdicts = [asdict(verdict) for verdict in check_theorems(trials, plays=plays)]
     save(out / "theorems.json", header() | {"trials": trials, "plays": plays, "verdicts": verdicts})
     return verdicts

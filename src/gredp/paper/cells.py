@@ -1,13 +1,12 @@
 """Cells: one training run each, written as the `gredp train` command that repeats it. No torch."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from gredp.errors import GredpError
-from gredp.mechanisms.registry import find
+from gredp.mechanisms.registry import Method, find
 from gredp.paper.paper import HEADLINE
 
 Scale = Literal["smoke", "quick", "full"]
@@ -24,7 +23,7 @@ Target = Literal[
     "all",
 ]
 
-#: how each row is told to `gredp train`; the paper's own calibration where it makes a claim
+#: options of `gredp train` for each row; the paper's own calibration where it makes a claim
 ROWS: dict[str, dict[str, str]] = {
     "plain": {"method": "plain"},
     "dpsgd": {"method": "dpsgd"},
@@ -45,21 +44,22 @@ EPOCHS = {"smoke": 10, "quick": 8, "full": 30}
 TRANSFER_EPOCHS = {"quick": 3, "full": 30}
 SEEDS = {"smoke": 1, "quick": 1, "full": 3}
 
-#: rows that keep the ε that was asked for
+#: rows whose proven ε is the requested one
 AT_PROVEN = ("dpsgd", "gredp", "shaped")
 
 
 def title(row: str) -> str:
-    """How a row is called where people read it; the paper's own method is there as claimed and as proven."""
-    told = ROWS[row]
-    proven = ", proven" if told["method"] == "gredp" else ""
-    label = find(told["method"], told.get("noise", "white")).label
-    return label + (", claimed" if "claim" in told else proven)
+    """The name of a row in tables and figures; the paper's own method is there as claimed and as proven."""
+    proven = ", proven" if ROWS[row]["method"] == "gredp" else ""
+    return _method(row).label + (", claimed" if "claim" in ROWS[row] else proven)
 
 
 def color(row: str) -> str:
-    told = ROWS[row]
-    return "#c44e52" if row == "gredp-claimed" else find(told["method"], told.get("noise", "white")).color
+    return "#c44e52" if row == "gredp-claimed" else _method(row).color
+
+
+def _method(row: str) -> Method:
+    return find(ROWS[row]["method"], ROWS[row].get("noise", "white"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ TUNING = {
     "resnet18-1conv": Tuning(3, _TRANSFER, {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0, 3.0)}, AT_PROVEN),
     "resnet18-2conv": Tuning(3, _TRANSFER),
 }
-#: networks of Table 2 by data set; they need `--pretrained`
-TRANSFERRED = tuple(product(("cifar10", "cifar100"), ("resnet18-1conv", "resnet18-2conv")))
+#: networks of Table 2, whose last layers are trained; they need `--pretrained`
+TRANSFERRED = ("resnet18-1conv", "resnet18-2conv")
 
 #: the paper's settings; it does not state the momentum (0.9 in the public code of Spectral-DP)
 PAPER = {"batch_size": 500, "lr": 0.01, "momentum": 0.9, "clip_norm": 1.0, "delta": 1e-5}
@@ -155,7 +155,7 @@ class Cell:
     @property
     def transferred(self) -> bool:
         """Whether it trains the last layers of a pretrained network, from a file that the user brings."""
-        return self.model.startswith("resnet18-")
+        return self.model in TRANSFERRED
 
     @property
     def work(self) -> float:
@@ -171,88 +171,85 @@ class Plan:
     seeds: int
     only: tuple[str, ...] = ()
 
+    def rows(self, rows: Iterable[str] = ROWS) -> list[str]:
+        named = set(self.only) & set(ROWS)
+        return [row for row in rows if not named or row in named]
+
+    def networks(self, networks: Iterable[str] | None = None) -> list[str]:
+        """Those that are trained from scratch at this scale, or the given ones."""
+        if networks is None:
+            networks = ["lenet-small"] if self.scale == "smoke" else HEADLINE
+        named = set(self.only) - set(ROWS)
+        return [network for network in networks if not named or network in named]
+
     @property
-    def networks(self) -> dict[str, float]:
-        """Network → the ε under which Table 1 shows it."""
-        found = {"lenet-small": 2.0} if self.scale == "smoke" else HEADLINE
-        return {name: value for name, value in found.items() if self._wanted(name)}
+    def transferred(self) -> list[str]:
+        return [] if self.scale == "smoke" else self.networks(TRANSFERRED)
 
     @property
     def epsilons(self) -> tuple[float, ...]:
         return (2.0,) if self.scale == "smoke" else EPSILONS
 
-    def rows(self, rows: Iterable[str]) -> list[str]:
-        named = [word for word in self.only if word in ROWS]
-        return [row for row in rows if not named or row in named]
-
-    def _wanted(self, network: str) -> bool:
-        named = [word for word in self.only if word not in ROWS]
-        return not named or network in named
-
-    def cell(self, network: str, row: str, epsilon: float, seed: int = 0, **settings: object) -> Cell:
-        dataset = {"lenet-small": "digits", "lenet5": "mnist"}.get(network, "cifar10")
-        if self.scale == "smoke":  # of 1,438 records the paper's 500 would be a third
+    def cell(
+        self,
+        network: str,
+        row: str,
+        epsilon: float | None = None,
+        seed: int = 0,
+        dataset: str | None = None,
+        **settings: object,
+    ) -> Cell:
+        """By default at the ε under which the paper's tables show the network."""
+        dataset = dataset or {"lenet-small": "digits", "lenet5": "mnist"}.get(network, "cifar10")
+        epsilon = HEADLINE.get(network, 2.0) if epsilon is None else epsilon
+        epochs = (TRANSFER_EPOCHS if network in TRANSFERRED else EPOCHS)[self.scale]
+        if network in TRANSFERRED:
+            settings = {"lr": 0.001} | settings
+        elif self.scale == "smoke":  # of 1,438 records the paper's 500 would be a third
             settings = {"batch_size": 192, "lr": 0.1} | settings
         width = "-half" if network == "alexnet" and self.scale != "full" else ""
-        return Cell(dataset, network + width, row, epsilon, EPOCHS[self.scale], seed, settings)
+        return Cell(dataset, network + width, row, epsilon, epochs, seed, settings)
 
-    def transferred(self, dataset: str, network: str, row: str, epsilon: float = 2.0) -> Cell:
-        return Cell(dataset, network, row, epsilon, TRANSFER_EPOCHS[self.scale], 0, {"lr": 0.001})
+    def grid(self, **axes: Iterable[Any]) -> Iterator[Cell]:
+        """A cell for every combination of its arguments, the last one changing fastest."""
+        for values in product(*axes.values()):
+            yield self.cell(**dict(zip(axes, values)))
+
+    def with_tuned(self, network: str, **where: Any) -> Iterator[Cell]:
+        """Every row with the paper's settings, then those that have better ones with theirs."""
+        yield from (self.cell(network, row, **where) for row in self.rows())
+        best = TUNING[network].best if network in TUNING else {}
+        yield from (tuned(self.cell(network, row, **where), best[row]) for row in self.rows(best))
 
     def table1(self) -> Iterator[Cell]:
-        for seed in range(self.seeds):
-            for network, headline in self.networks.items():
-                yield from (self.cell(network, row, headline, seed) for row in self.rows(ROWS))
-                yield from self._tuned_rows(network, partial(self.cell, network, epsilon=headline, seed=seed))
-
-    def _tuned_rows(self, network: str, cell: Callable[[str], Cell]) -> Iterator[Cell]:
-        best = TUNING[network].best if network in TUNING else {}
-        yield from (tuned(cell(row), best[row]) for row in self.rows(best))
-
-    def tuning(self) -> Iterator[Cell]:
-        for network, tuning in TUNING.items():
-            for row in self.rows(tuning.rows):
-                if network in self.networks:
-                    cell = self.cell(network, row, self.networks[network])
-                elif self._transferred(network):
-                    cell = self.transferred("cifar10", network, row)
-                else:
-                    continue
-                for values in product(*tuning.tried.values()):
-                    yield tuned(cell, dict(zip(tuning.tried, values)) | {"validation": tuning.held_out})
-
-    def _transferred(self, network: str) -> bool:
-        return self.scale != "smoke" and self._wanted(network) and network.startswith("resnet18-")
+        for seed, network in product(range(self.seeds), self.networks()):
+            yield from self.with_tuned(network, seed=seed)
 
     def table2(self) -> Iterator[Cell]:
-        for epsilon in (2.0,) if self.scale == "quick" else (2.0, 1.0, 0.5):
-            for dataset, network in TRANSFERRED:
-                if not self._transferred(network):
-                    continue
-                for row in self.rows(ROWS):
-                    if row != "plain" or epsilon == 2.0:
-                        yield self.transferred(dataset, network, row, epsilon)
-                if epsilon == 2.0:
-                    yield from self._tuned_rows(network, partial(self.transferred, dataset, network))
+        for dataset, network in product(("cifar10", "cifar100"), self.transferred):
+            yield from self.with_tuned(network, dataset=dataset)
+        if self.scale == "full":
+            yield from self.grid(
+                epsilon=(1.0, 0.5),
+                dataset=("cifar10", "cifar100"),
+                network=self.transferred,
+                row=self.rows(PRIVATE),
+            )
 
-    def table3(self) -> Iterator[Cell]:
-        for network, row in product(self.networks, self.rows(BOTH)):
-            for epsilon, norm in product(self.epsilons, CLIP_NORMS):
-                yield self.cell(network, row, epsilon, clip_norm=norm)
-
-    def figure_epsilon(self) -> Iterator[Cell]:
-        for network, epsilon, row in product(self.networks, self.epsilons, self.rows(PRIVATE)):
-            yield self.cell(network, row, epsilon)
-
-    def figure_dynamics(self) -> Iterator[Cell]:
-        for network, row in product(self.networks, self.rows(ROWS)):
-            yield self.cell(network, row, 2.0 if row != "plain" else self.networks[network])
+    def tuning(self) -> Iterator[Cell]:
+        for network in self.networks(TUNING):
+            if network not in (*self.networks(), *self.transferred):
+                continue
+            tuning = TUNING[network]
+            for row, values in product(self.rows(tuning.rows), product(*tuning.tried.values())):
+                chosen = dict(zip(tuning.tried, values))
+                yield tuned(self.cell(network, row), chosen | {"validation": tuning.held_out})
 
     def ablation(self, setting: str, values: Iterable[object]) -> Iterator[Cell]:
         """On LeNet-5 at ε = 2, for which the paper's text gives most numbers."""
-        first = [network for network in self.networks if network.startswith("lenet")]
-        for network, value, row in product(first, values, self.rows(BOTH)):
-            yield self.cell(network, row, 2.0, 0, **{setting: value})
+        networks = [network for network in self.networks() if network.startswith("lenet")]
+        axes: dict[str, Iterable[object]] = {"network": networks, setting: values, "row": self.rows(BOTH)}
+        return self.grid(**axes, epsilon=(2.0,))
 
 
 def tuned(cell: Cell, settings: dict[str, object]) -> Cell:
@@ -264,19 +261,20 @@ def tuned(cell: Cell, settings: dict[str, object]) -> Cell:
 def cells(target: Target, scale: Scale, seeds: int | None = None, only: tuple[str, ...] = ()) -> list[Cell]:
     """All runs behind `target`, each once, the headlines first."""
     plan = Plan(scale, SEEDS[scale] if seeds is None else seeds, only)
-    networks = [*HEADLINE, "lenet-small", *dict.fromkeys(network for _, network in TRANSFERRED)]
-    unknown = set(only) - set(ROWS) - set(networks)
+    known = [*HEADLINE, "lenet-small", *TRANSFERRED, *ROWS]
+    unknown = sorted(set(only) - set(known))
     if unknown:
-        names = ", ".join([*networks, *ROWS])
-        raise GredpError(f"--only knows networks and rows ({names}), not {', '.join(sorted(unknown))}")
-    sizes = (64, 128, 256, 512) if scale == "smoke" else BATCH_SIZES
+        raise GredpError(f"--only takes networks and rows ({', '.join(known)}), not {', '.join(unknown)}")
+    networks, epsilons = plan.networks(), plan.epsilons
     found = {
         "table1": plan.table1(),
         "table2": plan.table2(),
-        "figure-epsilon": plan.figure_epsilon(),
-        "figure-dynamics": plan.figure_dynamics(),
-        "table3": plan.table3(),
-        "ablation-batch": plan.ablation("batch_size", sizes),
+        "figure-epsilon": plan.grid(network=networks, epsilon=epsilons, row=plan.rows(PRIVATE)),
+        "figure-dynamics": plan.grid(network=networks, row=plan.rows(), epsilon=(2.0,)),
+        "table3": plan.grid(network=networks, row=plan.rows(BOTH), epsilon=epsilons, clip_norm=CLIP_NORMS),
+        "ablation-batch": plan.ablation(
+            "batch_size", (64, 128, 256, 512) if scale == "smoke" else BATCH_SIZES
+        ),
         "ablation-lr": plan.ablation("lr", LEARNING_RATES),
         "tuning": plan.tuning(),
     }

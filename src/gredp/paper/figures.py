@@ -1,24 +1,18 @@
 """The paper's accuracy figure, drawn from the records: accuracy against ε, spent ε and epochs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
+from gredp.app.figure_file import figure_file
 from gredp.paper.cells import color, title
 from gredp.paper.tables import Line, paper_figure
 
-STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "gredp", "font.size": 9}
-
 
 def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
-    """For each network accuracy against the ε asked for, and against the ε that was really spent."""
-    with plt.rc_context(STYLE):
-        figure, panels = _panels(lines)
+    """For each network accuracy against the requested ε, and against the proven one."""
+    with _panels(lines, path) as panels:
         for network, here, left, right in panels:
             for row in dict.fromkeys(line.cell.row for line in here):
                 points = sorted((line for line in here if line.cell.row == row), key=lambda x: x.cell.epsilon)
@@ -35,13 +29,11 @@ def draw_epsilon(lines: Sequence[Line], path: Path) -> None:
             )
             right.set(title=network, xlabel="proven ε")
             left.legend(fontsize=7)
-        save_figure(figure, path)
 
 
 def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
     """For each network accuracy against the proven ε spent so far, and against epochs."""
-    with plt.rc_context(STYLE):
-        figure, panels = _panels(lines)
+    with _panels(lines, path) as panels:
         for network, here, left, right in panels:
             for line in here:
                 metrics = line.records[0]["metrics"]
@@ -53,22 +45,14 @@ def draw_dynamics(lines: Sequence[Line], path: Path) -> None:
             left.set(title=network, xlabel="proven ε spent", ylabel="test accuracy, %")
             right.set(title=network, xlabel="epochs")
             right.legend(fontsize=7)
-        save_figure(figure, path)
 
 
-def _panels(lines: Sequence[Line]) -> tuple[Any, list[tuple[str, list[Line], Any, Any]]]:
+@contextmanager
+def _panels(lines: Sequence[Line], path: Path) -> Iterator[list[tuple[str, list[Line], Any, Any]]]:
     """A figure with two axes for each network: (network, its lines, left, right)."""
     networks = list(dict.fromkeys(line.cell.model for line in lines))
-    size = (9, 3.2 * len(networks))
-    figure, grid = plt.subplots(len(networks), 2, figsize=size, layout="constrained", squeeze=False)
-    return figure, [
-        (network, [line for line in lines if line.cell.model == network], left, right)
-        for network, (left, right) in zip(networks, grid)
-    ]
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date of its own the file is the same every time.
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
-    plt.close(figure)
+    with figure_file(path, len(networks), 2, figsize=(9, 3.2 * len(networks)), squeeze=False) as grid:
+        yield [
+            (network, [line for line in lines if line.cell.model == network], left, right)
+            for network, (left, right) in zip(networks, grid)
+        ]
