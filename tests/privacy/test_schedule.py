@@ -20,7 +20,7 @@ FACTORS = [1.0, 1.0, 0.5, 0.5, 0.5, 2.0, 2.0, 2.0]  # the last one stays
 
 def test_factors_and_entries_follow_the_stages():
     schedule = NoiseSchedule.of(STAGES)
-    assert [schedule.factor(t) for t in range(8)] == FACTORS
+    assert [schedule.stages[schedule.stage(t)][1] for t in range(8)] == FACTORS
     for steps in range(9):
         entries = schedule.entries(1.5, 0.1, steps)
         found = [e.noise_multiplier for e in entries for _ in range(e.steps)]

@@ -88,33 +88,39 @@ def delta_times(delta: float, records: float) -> str:
     return f"{product}, above {LARGE_DELTA:g}: take δ below {LARGE_DELTA / records:.1g}"
 
 
+def spent_by(entries: Iterable[Entry]) -> Spent:
+    """What costs something, alike mechanisms added up, those with the least noise first."""
+    steps: dict[tuple[float, float], int] = {}
+    for e in mechanisms(entries):
+        if e.steps and not math.isinf(e.noise_multiplier):
+            kind = (min(e.noise_multiplier, 1e100), e.sample_rate)  # less noise than there was: safe
+            steps[kind] = steps.get(kind, 0) + e.steps
+    return tuple((*kind, n) for kind, n in sorted(steps.items()))
+
+
 def epsilon(entries: Iterable[Entry], delta: float, accountant: str = "pld") -> float:
-    """The proven ε of `entries` at `delta`; never below what was spent."""
+    """The proven ε of `entries` at `delta`; never below what was spent.
+
+    >>> entries = [Entry(noise_multiplier=1.0, sample_rate=0.01, steps=1000)]
+    >>> round(epsilon(entries, 1e-5), 3), round(epsilon(entries, 1e-5, "rdp"), 3)
+    (1.828, 2.101)
+    """
     check_delta(delta)
     choose("accountant", accountant, ACCOUNTANTS)
-    spent = tuple(
-        (min(e.noise_multiplier, 1e100), e.sample_rate, e.steps)  # less noise than there was: safe
-        for e in mechanisms(entries)
-        if e.steps and not math.isinf(e.noise_multiplier)
-    )
+    spent = spent_by(entries)
     if not spent:
         return 0.0
-    if any(z == 0 for z, _, _ in spent):
-        return math.inf
-    merged: dict[tuple[float, float], int] = {}
-    for z, q, steps in spent:
-        merged[z, q] = merged.get((z, q), 0) + steps
-    return _epsilon(tuple((z, q, n) for (z, q), n in sorted(merged.items())), delta, accountant)
+    return _epsilon(spent, delta, accountant) if spent[0][0] > 0 else math.inf
 
 
 def deltas(entries: Iterable[Entry], epsilons: list[float], accountant: str = "pld") -> list[float]:
-    """The proven δ of `entries` at each ε; every multiplier must be above 0 and finite."""
+    """The proven δ of `entries` at each ε; every multiplier must be above 0."""
     choose("accountant", accountant, ACCOUNTANTS)
-    spent = tuple((e.noise_multiplier, e.sample_rate, e.steps) for e in mechanisms(entries) if e.steps)
-    if any(not 0 < z < math.inf for z, _, _ in spent):
-        raise GredpError("a curve δ(ε) needs noise multipliers above 0 and finite")
+    spent = spent_by(entries)
     if not spent:
         return [0.0] * len(epsilons)
+    if spent[0][0] == 0:
+        raise GredpError("a curve δ(ε) needs noise multipliers above 0")
     return ACCOUNTANTS[accountant].deltas(spent, epsilons)
 
 
@@ -209,7 +215,7 @@ def _of_one_step(z: float, q: float, orders: tuple[float, ...]) -> tuple[float, 
     from dp_accounting import dp_event, rdp
 
     accountant = rdp.RdpAccountant(orders)
-    with _quiet():
+    with quiet():
         accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)))
     return tuple(float(r) for r in accountant.rdp)
 
@@ -229,7 +235,7 @@ def _pld_epsilon(spent: Spent, delta: float, scale: float) -> float:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Rényi orders that do not converge are left out, which is safe; the log line is of no use here."""
     from absl import logging
 

@@ -32,41 +32,47 @@ def calibrate(
     | no steps | the smallest multiplier, since nothing is released |
     | target beyond every multiplier up to 10⁶ | refused, with the ε that can be had |
     """
-    if not target_epsilon > 0 or math.isinf(target_epsilon):
-        raise GredpError(f"the target epsilon must be a positive number, not {target_epsilon}")
     check_delta(delta)
     choose("accountant", accountant, ACCOUNTANTS)
-    Entry(1.0, sample_rate, steps)  # refuses a wrong rate or count before the search
+    Entry(1.0, sample_rate, steps)  # rejects a wrong rate or count before the search
 
-    def search(name: AccountantName, start: float, stride: float, tolerance: float) -> float | None:
-        def ratio(log_z: float) -> float:
-            """log(ε/target): not above 0 on the private side, nearly straight in log z."""
-            eps = epsilon([*spent, *schedule.entries(math.exp(log_z), sample_rate, steps)], delta, name)
-            return math.log(max(eps, 1e-300) / target_epsilon) if eps < math.inf else math.inf
+    def total(z: float, name: AccountantName = accountant) -> float:
+        return epsilon([*spent, *schedule.entries(z, sample_rate, steps)], delta, name)
 
-        return _private_root(ratio, math.log(start), stride, tolerance)
-
-    quick = ACCOUNTANTS[accountant].rough
-    if quick is None:
-        best = search(accountant, 1.0, 0.2, TOLERANCE)
-    else:
-        rough = search(quick, 1.0, 0.2, 0.01)
-        best = search(accountant, LARGEST if rough is None else rough / 1.07, 0.03, TOLERANCE)
+    start, stride, rough = 1.0, 0.2, ACCOUNTANTS[accountant].rough
+    if rough is not None:
+        near = least_multiplier(lambda z: total(z, rough), target_epsilon, start, stride, 0.01)
+        start, stride = LARGEST if near is None else near / 1.07, 0.03
+    best = least_multiplier(total, target_epsilon, start, stride)
     if best is None:
-        least = epsilon([*spent, *schedule.entries(LARGEST, sample_rate, steps)], delta, accountant)
         raise GredpError(
             f"epsilon {target_epsilon} cannot be reached in {steps} steps at rate {sample_rate:.4g} "
             f"and delta {delta}{' after what was spent before' if spent else ''}: "
-            f"even a noise multiplier of {LARGEST:.0e} gives {least:.3g}"
+            f"even a noise multiplier of {LARGEST:.0e} gives {total(LARGEST):.3g}"
         )
     return best
 
 
-def _private_root(
-    ratio: Callable[[float], float], start: float, stride: float, tolerance: float
+def least_multiplier(
+    epsilon_of: Callable[[float], float],
+    target: float,
+    start: float = 1.0,
+    stride: float = 0.2,
+    tolerance: float = TOLERANCE,
 ) -> float | None:
-    """exp of the least x with ratio(x) ≤ 0, from above; ratio falls. None if it lies beyond LARGEST."""
-    low = high = min(max(start, math.log(SMALLEST)), math.log(LARGEST))
+    """The least z with epsilon_of(z) ≤ target, from above; ε falls with z. None if it lies beyond LARGEST.
+
+    The search begins at `start` with steps of `stride` in log z, and ends within a relative `tolerance`.
+    """
+    if not 0 < target < math.inf:
+        raise GredpError(f"the target epsilon must be a positive number, not {target}")
+
+    def ratio(log_z: float) -> float:
+        """log(ε/target): not above 0 on the private side, nearly straight in log z."""
+        eps = epsilon_of(math.exp(log_z))
+        return math.log(max(eps, 1e-300) / target) if eps < math.inf else math.inf
+
+    low = high = min(max(math.log(start), math.log(SMALLEST)), math.log(LARGEST))
     f_low = f_high = ratio(low)
     while f_high > 0:
         if high >= math.log(LARGEST):

@@ -65,10 +65,6 @@ class NoiseSchedule:
             step -= steps
         return len(self.stages) - 1
 
-    def factor(self, step: int) -> float:
-        """Of the step with this number, the first being 0."""
-        return self.stages[self.stage(step)][1]
-
     def entries(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Entry]:
         """What `steps` steps will be charged at the run's multiplier."""
         entries = []

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable
 
 from gredp.errors import GredpError
-from gredp.privacy.accountant import ORDERS, _quiet, check_delta
-from gredp.privacy.calibrate import _private_root
+from gredp.privacy.accountant import ORDERS, check_delta, quiet, spent_by
+from gredp.privacy.calibrate import LARGEST, least_multiplier
 from gredp.privacy.ledger import Entry
 
 
@@ -33,22 +33,18 @@ def selected_epsilon(entries: Iterable[Entry], trials: float, delta: float) -> f
     """
     check_delta(delta)
     check_trials(trials)
-    spent = [e for e in entries if e.steps]
-    if not spent:
-        return 0.0
-    if any(e.noise_multiplier == 0 for e in spent):
-        return math.inf
+    spent = spent_by(entries)
+    if not spent or spent[0][0] == 0:
+        return math.inf if spent else 0.0
     from dp_accounting import dp_event, rdp
 
-    steps: list[dp_event.DpEvent] = [
-        dp_event.SelfComposedDpEvent(
-            dp_event.PoissonSampledDpEvent(e.sample_rate, dp_event.GaussianDpEvent(e.noise_multiplier)),
-            e.steps,
-        )
-        for e in spent
-    ]
-    trial = dp_event.ComposedDpEvent(steps)
-    with _quiet():
+    trial = dp_event.ComposedDpEvent(
+        [
+            dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), n)
+            for z, q, n in spent
+        ]
+    )
+    with quiet():
         accountant = rdp.RdpAccountant(ORDERS)
         accountant.compose(dp_event.RepeatAndSelectDpEvent(trial, float(trials), 1.0))
         return float(accountant.get_epsilon(delta))
@@ -61,19 +57,15 @@ def calibrate_selection(
 
     `score` is what a trial spends beside its training. Ends on the private side, to a relative 1e-4.
     """
-    if not (target_epsilon > 0 and math.isfinite(target_epsilon)):
-        raise GredpError(f"the target epsilon must be a positive number, not {target_epsilon}")
 
-    def ratio(log_z: float) -> float:
-        eps = selected_epsilon([Entry(math.exp(log_z), sample_rate, steps), score], trials, delta)
-        return math.log(max(eps, 1e-300) / target_epsilon) if eps < math.inf else math.inf
+    def total(z: float) -> float:
+        return selected_epsilon([Entry(z, sample_rate, steps), score], trials, delta)
 
-    found = _private_root(ratio, 0.0, 0.2, 1e-4)
+    found = least_multiplier(total, target_epsilon, tolerance=1e-4)
     if found is None:
-        least = selected_epsilon([Entry(1e6, sample_rate, steps), score], trials, delta)
         raise GredpError(
             f"epsilon {target_epsilon} cannot be reached with {trials:g} trials on average: the scores and "
-            f"the choice alone cost {least:.3g}; take fewer trials or more noise on the score"
+            f"the choice alone cost {total(LARGEST):.3g}; take fewer trials or more noise on the score"
         )
     return found
 
