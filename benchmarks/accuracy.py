@@ -11,7 +11,7 @@ from typing import Literal
 
 import tyro
 
-from gredp.app.jobs import Bar, run_jobs
+from gredp.app.jobs import run_jobs
 from gredp.app.recipe import Recipe
 
 OUT = Path(__file__).parent.parent / "results" / "accuracy"
@@ -22,15 +22,15 @@ RECIPES: dict[str, tuple[float, ...]] = {
 }
 HELD_OUT = 10_000
 #: LeNet-5's settings when it sees pixels, those that did best in the first trials of it
-PIXELS = {"front": "none", "normalise": "0", "clipping": "automatic", "lr": "0.08", "batch-size": "500",
+PIXELS = {"features": "none", "normalize": "0", "clipping": "automatic", "lr": "0.08", "batch-size": "500",
           "epochs": "15", "clip-norm": "1"}  # fmt: skip
 SHAPED = {"method": "gredp", "noise": "shaped", "block": "0"}
 #: what is changed of a recipe to see what it brings; everything else stays
 ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
     "mnist": {
         "as it is": {},
-        "without private normalisation": {"normalise": "0"},
-        "linear classifier on pixels": {"front": "none", "normalise": "0"},
+        "without private normalisation": {"normalize": "0"},
+        "linear classifier on pixels": {"features": "none", "normalize": "0"},
         "two convolutions with tanh on the features": {"model": "scatter-cnn", "lr": "1"},
         "a tenth of the batch": {"batch-size": "819", "lr": "0.4"},
         "without momentum": {"momentum": "0", "lr": "40"},
@@ -50,7 +50,7 @@ ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
     },
     "cifar10": {
         "as it is": {},
-        "without private normalisation": {"normalise": "0"},
+        "without private normalisation": {"normalize": "0"},
         "left and right told apart": {"model": "linear"},
         "average of the weights": {"ema": "0.9"},
         "learning rate falls as a cosine": {"schedule": "cosine"},
@@ -134,8 +134,7 @@ def jobs(settings: Settings) -> list[Job]:
 def main() -> None:
     settings = tyro.cli(Settings)
     places = {} if settings.pretrained is None else {"pretrained": settings.pretrained}
-    with Bar() as watch:
-        run_jobs(jobs(settings), OUT, Path(settings.runs), settings.workers, places, watch, timed=True)
+    run_jobs(jobs(settings), OUT, Path(settings.runs), settings.workers, places, timed=True)
 
 
 if __name__ == "__main__":

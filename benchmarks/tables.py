@@ -18,8 +18,8 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
 
+from gredp.app.merge_settings import table_defaults
 from gredp.app.settings import TrainSettings
-from gredp.app.table_defaults import table_defaults
 from gredp.app.train import train
 from gredp.storage.record import header, save
 

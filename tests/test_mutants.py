@@ -28,7 +28,7 @@ import test_clipped_sum
 import test_layer_laws as layer_laws
 import test_loss_distribution
 import test_mechanism_laws as laws
-import test_normalise
+import test_normalize
 import test_ranks
 import test_reduction
 import test_rounding
@@ -323,10 +323,10 @@ MUTANTS = [
     Mutant(bugs.charges_written_late, in_a_new_folder(paid_before_given)),
     Mutant(
         bugs.a_query_without_its_charge,
-        in_a_new_folder(test_normalise.test_the_query_is_charged_and_the_target_remains_the_ceiling),
+        in_a_new_folder(test_normalize.test_the_query_is_charged_and_the_target_remains_the_ceiling),
     ),
     Mutant(
-        bugs.a_query_without_its_clip, test_normalise.test_one_record_moves_the_sum_by_at_most_the_clip_norm
+        bugs.a_query_without_its_clip, test_normalize.test_one_record_moves_the_sum_by_at_most_the_clip_norm
     ),
     Mutant(
         bugs.parts_that_do_not_take_turns, test_cyclic.test_a_record_takes_part_in_steps_a_whole_cycle_apart

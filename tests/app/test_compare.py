@@ -97,14 +97,14 @@ def test_runs_without_spread_are_compared_exactly():
 def told(*words):
     """The trials of a comparison, and what all of them are told."""
     settings = resolved(CompareSettings, "compare", words)
-    return settings, settings.told(named(words))
+    return settings, settings.shared(named(words))
 
 
 def test_options_reach_every_run():
     settings, given = told("--epsilon", "4", "--lr=0.3", "--methods", "dpsgd", "shaped")
     assert Trial("shaped", 3, given, settings.epochs).arguments == [
         "--method", "gredp", "--noise", "shaped", "--claim", "proven", "--seed", "3",
-        "--epsilon", "4.0", "--lr", "0.3",
+        "--lr", "0.3", "--epsilon", "4.0",
     ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_options_that_say_the_usual_reach_every_run_of_a_recipe():
     settings, given = told("--recipe", "mnist", "--epsilon", "2", "--epochs", "20")
     trial = Trial("dpsgd", 0, given, settings.epochs)
     run = resolved(TrainSettings, "train", trial.arguments)
-    assert (run.epsilon, run.epochs, run.lr, run.front) == (2.0, 20, 4.0, "scattering")
+    assert (run.epsilon, run.epochs, run.lr, run.features) == (2.0, 20, 4.0, "scattering")
     assert trial.epochs == 20
     assert told("--recipe", "mnist")[0].epochs == 30
 
@@ -137,11 +137,11 @@ def test_runs_of_other_settings_are_not_taken_for_these(tmp_path):
     trial = Trial("dpsgd", 1, given, 20)
     folder = tmp_path / "runs" / trial.name
     folder.mkdir(parents=True)
-    other = resolved(TrainSettings, "train", replace(trial, told={"epsilon": 2.0}).arguments)
+    other = resolved(TrainSettings, "train", replace(trial, shared={"epsilon": 2.0}).arguments)
     write_document(folder / "settings.json", {"settings": other.kept()})
     first = replace(trial, seed=0)
     with pytest.raises(GredpError, match=r"dpsgd-seed1 was started with --epsilon 2.0, not 8.0"):
-        run_jobs([first, trial], tmp_path, tmp_path / "runs", 1, {}, lambda *a: None)
+        run_jobs([first, trial], tmp_path, tmp_path / "runs", 1, {})
     assert not (tmp_path / "runs" / first.name).exists()
 
 

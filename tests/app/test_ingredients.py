@@ -26,12 +26,12 @@ def record(tmp_path, name="run", **settings) -> dict:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"augment": -1}, "--augment must be 0 or more views, not -1"),
+        ({"augment": -1}, "--augment must be 0 or more, not -1"),
         ({"ema": 1.0}, r"--ema must lie in \[0, 1\), not 1.0"),
         ({"noise_schedule": 0.5, "correlation_bands": 2}, "nothing is proven for --noise-schedule"),
         ({"noise_schedule": 0.0}, "--noise-schedule must be a positive number, not 0.0"),
-        ({"weight_decay": -1.0}, "--weight-decay must be 0 or more, not -1.0"),
-        ({"warmup": -2}, "--warmup must be 0 or more steps, not -2"),
+        ({"weight_decay": -1.0}, "--weight-decay must be 0 or more and finite, not -1.0"),
+        ({"warmup": -2}, "--warmup must be 0 or more, not -2"),
     ],
 )
 def test_a_mistake_is_one_line(settings, words):

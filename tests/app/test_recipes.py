@@ -1,12 +1,15 @@
 """Recipes: files of settings, checked whole, with the command line on top."""
 
+from dataclasses import replace
+
 import pytest
 
 from gredp import GredpError
 from gredp.app.cli import main
-from gredp.app.merge_settings import named, resolved
+from gredp.app.merge_settings import named, resolved, with_current_names
 from gredp.app.recipe import Recipe, names
-from gredp.app.settings import TrainSettings
+from gredp.app.settings import TrainSettings, saved_settings
+from gredp.storage.files import write_document
 
 MINE = """
 dataset = "digits"
@@ -109,3 +112,26 @@ def test_a_recipe_that_would_not_be_followed_is_refused(capsys, mine, command):
     assert stop.value.code == 2
     assert "no --recipe" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_names_of_earlier_versions_are_understood(tmp_path, capsys):
+    old = tmp_path / "old.toml"
+    old.write_text(MINE)
+    new = tmp_path / "new.toml"
+    new.write_text(MINE.replace("normalise", "normalize").replace("front", "features"))
+    assert Recipe(str(old)).at(1.0) == replace(Recipe(str(new)).at(1.0), recipe=str(old))
+    words = with_current_names(["train", "--front", "scattering", "--normalise=0.1"])
+    assert words == ["train", "--features", "scattering", "--normalize=0.1"]
+    main(["account", "--sigma", "1", "--bands", "4", "--json"])
+    first = capsys.readouterr().out
+    main(["account", "--sigma", "1", "--correlation-bands", "4", "--json"])
+    assert capsys.readouterr().out == first
+
+
+def test_a_run_of_an_earlier_version_is_understood(tmp_path):
+    kept = TrainSettings(features="scattering", normalize=0.1).kept()
+    old = {{"features": "front", "normalize": "normalise"}.get(name, name): kept[name] for name in kept}
+    write_document(tmp_path / "settings.json", {"settings": old})
+    saved = saved_settings(str(tmp_path))
+    assert (saved.features, saved.normalize) == ("scattering", 0.1)

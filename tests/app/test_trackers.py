@@ -15,7 +15,7 @@ from gredp import GredpError
 from gredp.app.cli import main
 from gredp.app.console import Bar, Throughput
 from gredp.app.settings import TrainSettings
-from gredp.app.trackers import JsonLines, Several, check_trackers, make_trackers
+from gredp.app.trackers import JsonLines, TrackerGroup, check_trackers, make_trackers
 from gredp.app.train import train
 from worlds import make_private, one_step, records, small_model
 
@@ -211,7 +211,7 @@ def test_the_bar_shows_steps_speed_and_an_epsilon_rounded_up():
         bar.begin(steps=10, done=4, batch=100)
         bar.step(5, 1.23401)
         bar.step(10, 1.23401)
-        assert bar._progress.tasks[0].fields["spent"] == "ε ≤ 1.235"
+        assert bar._progress.tasks[0].fields["status"].startswith("ε ≤ 1.235")
         bar.update(1.23401, 0.5)
     text = console.export_text()
     assert "10/10" in text
@@ -237,7 +237,7 @@ def test_trackers_serve_a_loop_of_ones_own(tmp_path):
 
 def test_a_tracker_that_fails_is_left_out():
     breaking = Own(breaks_at=1)
-    several = Several([breaking])
+    several = TrackerGroup([breaking])
     several.start({}, {})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -245,4 +245,4 @@ def test_a_tracker_that_fails_is_left_out():
         several.log(1, {})
         several.finish({})
     assert len(said) == 1
-    assert not several
+    assert not several.trackers

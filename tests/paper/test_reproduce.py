@@ -155,7 +155,7 @@ def test_a_cell_that_fails_is_named_in_one_line(tmp_path):
     with pytest.raises(
         GredpError, match=r"mnist-lenet5-dpsgd-eps1-1epochs-seed0 failed: gredp: .*is not there"
     ):
-        run_jobs([cell], tmp_path / "r", tmp_path / "w", 1, {"data-dir": str(tmp_path)}, lambda *a: None)
+        run_jobs([cell], tmp_path / "r", tmp_path / "w", 1, {"data-dir": str(tmp_path)})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import gredp.adapters.budget as adapter_budget
-import gredp.app.features.normalise as normalise
+import gredp.app.features.normalize as normalize
 import gredp.app.session as session
 import gredp.app.train as loop
 import gredp.budget as budget
@@ -557,7 +557,7 @@ def sums_of_other_processes_left_out(patch: Patch) -> None:
 
 
 def a_query_without_its_charge(patch):
-    release = normalise.release
+    release = normalize.release
 
     def free(engine, x, query):
         spare = engine.ledger
@@ -571,7 +571,7 @@ def a_query_without_its_charge(patch):
 
 
 def a_query_without_its_clip(patch):
-    patch.setattr(normalise, "clip_norm", lambda channels: 1e30)
+    patch.setattr(normalize, "clip_norm", lambda channels: 1e30)
 
 
 def parts_that_do_not_take_turns(patch: Patch) -> None:

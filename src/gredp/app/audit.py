@@ -184,11 +184,11 @@ def _play_target(settings: AuditSettings, progress: Progress) -> dict[str, Any]:
 def _case_of_run(folder: Path) -> Any:
     """The method of a run, at the noise at which few plays tell most: z is linear in σ."""
     from gredp.app.audit_cases import Case, method
-    from gredp.app.settings import TrainSettings
+    from gredp.app.settings import TrainSettings, current_names
 
     record = _read_record(folder)
     try:
-        settings = TrainSettings(**record["settings"])
+        settings = TrainSettings(**current_names(record["settings"]))
     except TypeError as error:
         raise GredpError(f"the record of {folder} is not of this version of gredp: {error}") from None
     options = method(

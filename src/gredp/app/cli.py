@@ -5,11 +5,11 @@ import shlex
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
 
@@ -17,11 +17,11 @@ from gredp.app.account import AccountSettings, run_account
 from gredp.app.audit import AuditSettings, run_audit
 from gredp.app.compare import CompareSettings, run_compare
 from gredp.app.known_data import fetchable
-from gredp.app.merge_settings import named, resolved
+from gredp.app.merge_settings import named, resolved, with_current_names
 from gredp.app.report.command import ReportSettings, run_report
-from gredp.app.settings import FILE, TrainSettings, saved_settings
+from gredp.app.settings import FILE, Flag, TrainSettings
 from gredp.app.signals import Stopped, handled_by, stop_now
-from gredp.app.tune import TuneSettings
+from gredp.app.tune import TuneSettings, tune
 from gredp.errors import GredpError, PeerFailed
 from gredp.paper.command import ReproduceSettings, run_reproduce
 from gredp.privacy.accountant import AccountantName, in_turns, round_up
@@ -35,7 +35,7 @@ DATA_NAMES = f"{', '.join(fetchable())}; for schema, the path of a public .csv"
 
 @dataclass(frozen=True)
 class LedgerSettings:
-    """What a run has spent: verifies its ledger line by line and prints it."""
+    """Show what a run has spent, after verifying its ledger line by line."""
 
     run: Annotated[str, tyro.conf.Positional]
     """folder of the run"""
@@ -43,14 +43,14 @@ class LedgerSettings:
     """by default the one the run was started with, else 1e-5"""
     accountant: AccountantName | None = None
     """by default the run's, else pld"""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """print one JSON object instead of a table"""
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """`gredp data get NAME` fetches a known data set, `gredp data list` verifies all that are there, `gredp
-    data schema PUBLIC.csv --label COLUMN` prints the schema of a public table."""
+    """`gredp data get NAME` fetches a known dataset, `gredp data list` verifies those in the data folder,
+    `gredp data schema PUBLIC.csv --label COLUMN` prints the schema of a public table."""
 
     action: Annotated[Literal["get", "list", "schema"], tyro.conf.Positional]
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(help=DATA_NAMES)] = None
@@ -58,61 +58,25 @@ class DataSettings:
     """for schema: the column to predict"""
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """print one JSON object instead of a table"""
 
 
-Command = (
-    Annotated[TrainSettings, tyro.conf.subcommand("train", description=TrainSettings.__doc__)]
-    | Annotated[AccountSettings, tyro.conf.subcommand("account", description=AccountSettings.__doc__)]
-    | Annotated[AuditSettings, tyro.conf.subcommand("audit", description=AuditSettings.__doc__)]
-    | Annotated[ReproduceSettings, tyro.conf.subcommand("reproduce", description=ReproduceSettings.__doc__)]
-    | Annotated[CompareSettings, tyro.conf.subcommand("compare", description=CompareSettings.__doc__)]
-    | Annotated[TuneSettings, tyro.conf.subcommand("tune", description=TuneSettings.__doc__)]
-    | Annotated[DataSettings, tyro.conf.subcommand("data", description=DataSettings.__doc__)]
-    | Annotated[LedgerSettings, tyro.conf.subcommand("ledger", description=LedgerSettings.__doc__)]
-    | Annotated[ReportSettings, tyro.conf.subcommand("report", description=ReportSettings.__doc__)]
-)
-
-
-def with_saved(settings: TrainSettings, arguments: list[str]) -> TrainSettings:
-    """`--resume` and `--fork` take the run's settings where nothing else is said."""
-    run = settings.resume or settings.fork
-    if settings.fork is not None and settings.recipe is not None:
-        raise GredpError("--fork takes the settings of its run where nothing else is said: give no --recipe")
-    if run is not None:
-        given = replace(saved_settings(run), resume=settings.resume, fork=settings.fork)
-        settings = tyro.cli(TrainSettings, prog="gredp train", args=arguments[1:], default=given)
-    else:
-        settings = resolved(TrainSettings, "train", arguments[1:])
-    # After a crash `torchrun --max-restarts` repeats the command that began the run: it goes on.
+def run_train(settings: TrainSettings) -> None:
+    # After a crash `torchrun --max-restarts` repeats the command that began the run: resume it.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if again and settings.out is not None and (Path(settings.out) / FILE).exists():
         settings = replace(settings, resume=settings.out, out=None, fork=None)
-    return settings
-
-
-def run_train(settings: TrainSettings) -> None:
     settings.check()
     from gredp.app.console import Bar, show_run
     from gredp.app.train import train
     from gredp.memory import keep_freed_memory
-    from gredp.storage.record import dumps
 
     keep_freed_memory()
-    if settings.json:
-        run = train(settings)
-        if not run.record:  # one of several processes, not the first
-            return
-        result = dict(run.record["guarantee"])
-        result |= {settings.judged_by: run.record[settings.judged_by], "run": str(run.folder)}
-        _try_report(run)
-        print(dumps(result))
-        return
-    with Bar() as progress:
+    with nullcontext() if settings.json else Bar() as progress:
         run = train(settings, progress)
-    if run.record:
-        show_run(run, _try_report(run))
+    if run.record:  # only in the first of several processes
+        show_run(run, settings.json, _try_report(run))
 
 
 def _try_report(run: "Run") -> Path | None:
@@ -131,32 +95,17 @@ def _try_report(run: "Run") -> Path | None:
 
 
 def run_tune(settings: TuneSettings) -> None:
-    settings.check()
     from gredp.app.console import show_run
-    from gredp.app.tune import tune
-    from gredp.storage.record import dumps
 
-    run = tune(settings)
-    if not settings.json:
-        show_run(run)
-        return
-    result = dict(run.record["guarantee"])
-    result |= {"test_accuracy": run.record["test_accuracy"], "run": str(run.folder)}
-    print(dumps(result | {"chosen": run.record["tuning"]["chosen"]}))
+    show_run(tune(settings), settings.json)
 
 
 def run_ledger(settings: LedgerSettings) -> None:
+    from gredp.app.console import show
     from gredp.storage.spent import spent
 
     found = spent(settings.run, settings.delta, settings.accountant)
     written = found.written
-    if settings.json:
-        from gredp.storage.record import dumps
-
-        print(dumps(found.to_json()))
-        return
-    from gredp.app.console import table
-
     rows = [
         ("proven ε", f"{round_up(found.proven_epsilon)} at δ = {found.delta}"),
         ("steps", f"{written.steps}, {written.inherited} of them before training began"),
@@ -168,37 +117,51 @@ def run_ledger(settings: LedgerSettings) -> None:
         ("last line", "cut off by a crash; its step counts" if written.torn else "whole"),
         ("seal", f"{written.seals[-1][:16]}…, all {len(written.seals)} lines verified"),
     ]
-    table(f"ledger of {settings.run}", rows)
+    show(settings.json, found.to_json(), f"ledger of {settings.run}", rows)
 
 
 def run_data(settings: DataSettings) -> None:
+    from gredp.app.console import show
     from gredp.storage.record import dumps
 
-    if (settings.action == "list") == (settings.name is not None):
-        raise GredpError("it is `gredp data get NAME`, `gredp data list` or `gredp data schema PUBLIC.csv`")
-    if settings.action == "schema":
-        if settings.label is None:
-            raise GredpError("`gredp data schema` needs --label, the column to predict")
+    schema = settings.action == "schema"
+    if (settings.action == "list") == (settings.name is not None) or (schema and settings.label is None):
+        raise GredpError("usage: gredp data get NAME | list | schema PUBLIC.csv --label COLUMN")
+    if schema:
         from gredp.app.data.tables import propose
 
-        proposed = propose(Path(settings.name or ""), settings.label)
+        proposed = propose(Path(settings.name or ""), settings.label or "")
         print(dumps(tomllib.loads(proposed)) + "\n" if settings.json else proposed, end="")
         return
-    from gredp.app.console import table
     from gredp.app.data.fetch import get, listing
 
-    if settings.name is not None:
-        path, words = get(settings.name, settings.data_dir)
-        rows: list[dict[str, Any]] = [
-            {"name": settings.name, "whole": True, "state": words, "path": str(path)}
-        ]
-    else:
+    if settings.name is None:
         rows = listing(settings.data_dir)
-    if settings.json:
-        print(dumps({"data": rows}))
-        return
+    else:
+        path, state = get(settings.name, settings.data_dir)
+        rows = [{"name": settings.name, "whole": True, "state": state, "path": str(path)}]
     shown = [(row["name"], row["state"], row["path"] or "–") for row in rows]
-    table("data sets", shown, ("name", "state", "file"))
+    show(settings.json, {"data": rows}, "datasets", shown, ("name", "state", "file"))
+
+
+#: command → its settings, and what it does with them; a number is its exit status
+COMMANDS: dict[str, tuple[type, Callable[..., int | None]]] = {
+    "train": (TrainSettings, run_train),
+    "account": (AccountSettings, run_account),
+    "audit": (AuditSettings, run_audit),
+    "reproduce": (ReproduceSettings, run_reproduce),
+    "compare": (CompareSettings, run_compare),
+    "tune": (TuneSettings, run_tune),
+    "data": (DataSettings, run_data),
+    "ledger": (LedgerSettings, run_ledger),
+    "report": (ReportSettings, run_report),
+}
+Command: Any = Union[  # noqa: UP007
+    tuple(
+        Annotated[kind, tyro.conf.subcommand(name, description=kind.__doc__)]
+        for name, (kind, _) in COMMANDS.items()
+    )
+]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -209,42 +172,32 @@ def main(arguments: list[str] | None = None) -> None:
 
         print(f"gredp {__version__}")
         return
+    with one_line_warnings():
+        arguments = with_current_names(arguments)
     settings: Any = tyro.cli(
         Command,
         prog="gredp",
         description="Differentially private training in the frequency domain, with every ε proven.",
         args=arguments,
     )
+    command, *options = arguments
     try:
         with handled_by(stop_now), one_line_warnings():
-            if isinstance(settings, CompareSettings):
-                told = named(arguments[1:])
-                run_compare(resolved(CompareSettings, "compare", arguments[1:]), told)
-            elif isinstance(settings, TuneSettings):
-                run_tune(resolved(TuneSettings, "tune", arguments[1:]))
-            elif isinstance(settings, TrainSettings):
-                run_train(with_saved(settings, arguments))
-            elif isinstance(settings, LedgerSettings):
-                run_ledger(settings)
-            elif isinstance(settings, ReproduceSettings):
-                run_reproduce(settings)
-            elif isinstance(settings, DataSettings):
-                run_data(settings)
-            elif isinstance(settings, ReportSettings):
-                run_report(settings)
-            elif isinstance(settings, AuditSettings):
-                sys.exit(run_audit(settings))
-            else:
-                run_account(settings)
+            if isinstance(settings, TrainSettings):
+                settings = resolved(type(settings), command, options)
+            more = [named(options)] if command == "compare" else []
+            status = COMMANDS[command][1](settings, *more)
     except PeerFailed:
-        sys.exit(2)
+        status = 2
     except GredpError as error:
         print(f"gredp: {error}", file=sys.stderr)
-        sys.exit(2)
+        status = 2
     except Stopped as stop:
         if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
             print(f"gredp: {stop}", file=sys.stderr)
-        sys.exit(stop.status)
+        status = stop.status
+    if status is not None:
+        sys.exit(status)
 
 
 @contextmanager

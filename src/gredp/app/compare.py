@@ -1,4 +1,4 @@
-"""`gredp compare`: several methods on one data set, model and ε, and which differences are more than chance.
+"""`gredp compare`: several methods on one dataset, model and ε, and which differences are more than chance.
 
 Each method is trained `seeds` times, with another initialization, other batches and other noise. Intervals
 are those of Student's t for the mean over such runs; differences are Welch's, their p-values corrected by
@@ -9,21 +9,22 @@ comparison of all runs: what they compose to, by the accountant from their ledge
 """
 
 import os
+import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gredp.app.jobs import JUDGED_BY, Bar, command, read_record, run_jobs
-from gredp.app.settings import OF_ONE_START, TrainSettings
+from gredp.app.jobs import command, read_record, run_jobs
+from gredp.app.settings import OF_ONE_START, TrainSettings, option
 from gredp.errors import GredpError
 from gredp.mechanisms import methods
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Ledger
-from gredp.storage.record import dumps, header, save, undate
+from gredp.storage.record import accuracy, dumps, header, save, undate
 
 if TYPE_CHECKING:
     Name = str
@@ -49,74 +50,63 @@ class CompareSettings(TrainSettings):
             raise GredpError(f"--seeds must be at least 2 to tell chance from difference, not {self.seeds}")
         if len(set(self.methods)) != len(self.methods) or not self.methods:
             raise GredpError("--methods names each method once")
-        if self.workers is not None and self.workers < 1:
-            raise GredpError(f"--workers must be at least 1, not {self.workers}")
         super().check()
 
-    def told(self, named: Collection[str]) -> dict[str, Any]:
-        """Of what the user has named all that goes to every run; what no run would be told is refused."""
+    def shared(self, named: Collection[str]) -> dict[str, Any]:
+        """Of the settings that the user has named those of every run; others are rejected."""
         for name in OWN:
             if name in named and name not in ("out", "json"):
                 raise GredpError(
-                    f"gredp compare takes no --{name.replace('_', '-')}: it sets method, noise, claim and "
-                    "seed of each run itself, and the same command goes on where it was interrupted"
+                    f"gredp compare takes no {option(name)}: it sets method, noise, claim and seed itself; "
+                    "to resume a comparison, repeat its command"
                 )
-        fitting = [f.name for f in fields(TrainSettings) if f.name in named and f.name not in OWN]
-        return {name: getattr(self, name) for name in fitting}
+        of_training = {field.name for field in fields(TrainSettings)} - set(OWN)
+        return {name: value for name, value in asdict(self).items() if name in of_training & set(named)}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of one method; `told` is what the user has said for all."""
+    """One run of one method, with the settings that all runs share: a job."""
 
     method: str
     seed: int
-    told: dict[str, Any]
+    shared: dict[str, Any]
     epochs: int
+    work: float = 1.0
+    transferred: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.method}-seed{self.seed}"
 
     @property
-    def arguments(self) -> list[str]:
-        chosen = methods()[self.method]
-        told = {"method": chosen.method, "noise": chosen.noise, "claim": "proven", "seed": self.seed}
-        words = []
-        for key, value in (told | self.told).items():
-            option = f"--{key.replace('_', '-')}"
-            words += [option] if value is True else [option, str(value)]  # a flag has no value
-        return words
-
-    @property
-    def work(self) -> float:
-        return 1.0
-
-    @property
-    def transferred(self) -> bool:
-        return False
-
-    @property
     def facts(self) -> dict[str, str]:
         return {"compared": self.method}
 
+    @property
+    def arguments(self) -> list[str]:
+        chosen = methods()[self.method]
+        own = {"method": chosen.method, "noise": chosen.noise, "claim": "proven", "seed": self.seed}
+        words = []
+        for name, value in (own | self.shared).items():
+            words += [option(name)] if value is True else [option(name), str(value)]  # a flag has no value
+        return words
+
 
 def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
-    """`named` are the settings that were said: the runs take the others from their recipe or table."""
-    told, head = settings.told(named), header()
+    """`named` are the settings on the command line: the runs take the others from their recipe or table."""
+    shared, head = settings.shared(named), header()
     settings.check()
     out = Path(settings.out or "comparison")
     trials = [
-        Trial(name, seed, told, settings.epochs)
+        Trial(name, seed, shared, settings.epochs)
         for seed in range(settings.seeds)
         for name in settings.methods
     ]
-    _refuse_another(out, trials)
-    workers = settings.workers or len(os.sched_getaffinity(0))
-    with Bar() as watch:
-        run_jobs(trials, out, out / "runs", workers, {}, watch)
+    _reject_another(out, trials)
+    run_jobs(trials, out, out / "runs", settings.workers or len(os.sched_getaffinity(0)), {})
     result = summary({name: _records(out, trials, name) for name in settings.methods})
-    save(out / "comparison.json", head | {"settings": told} | result)
+    save(out / "comparison.json", head | {"settings": shared} | result)
     draw(result, out / "comparison.svg")
     undate(out, head["created"])
     if settings.json:
@@ -125,11 +115,13 @@ def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
         _show(result, out)
 
 
-def _refuse_another(out: Path, trials: Sequence[Trial]) -> None:
+def _reject_another(out: Path, trials: Sequence[Trial]) -> None:
     """A folder holds one comparison: records of other settings would be mixed in."""
     for trial in trials:
         record = read_record(out, trial)
-        if record is not None and record["command"] != command(trial):
+        if record is not None and sorted(shlex.split(record["command"])) != sorted(
+            shlex.split(command(trial))
+        ):
             raise GredpError(f"{out} holds a comparison with other settings: choose another --out")
 
 
@@ -143,13 +135,12 @@ def summary(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     from scipy import stats
 
     accuracies = {
-        name: np.array([record[key] for record in found for key in JUDGED_BY if key in record])
-        for name, found in records.items()
+        name: np.array([accuracy(record)[1] for record in found]) for name, found in records.items()
     }
     methods = {}
-    for name, values in accuracies.items():
-        half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-        found = records[name]
+    for name, found in records.items():
+        values = accuracies[name]
+        half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * stats.sem(values)
         methods[name] = {
             "accuracies": values.tolist(),
             "mean": float(values.mean()),
@@ -158,11 +149,10 @@ def summary(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "composed_epsilon": composed(found),
         }
     pairs = [_difference(a, accuracies[a], b, accuracies[b]) for a, b in combinations(accuracies, 2)]
+    least = 0.0
     for rank, pair in enumerate(sorted(pairs, key=lambda pair: pair["p"])):
-        before = max((p["corrected_p"] for p in pairs if "corrected_p" in p), default=0.0)
-        pair["corrected_p"] = min(1.0, max(before, (len(pairs) - rank) * pair["p"]))
-    for pair in pairs:
-        pair["significant"] = pair["corrected_p"] < LEVEL
+        least = min(1.0, max(least, (len(pairs) - rank) * pair["p"]))
+        pair |= {"corrected_p": least, "significant": least < LEVEL}
     every = [record for found in records.values() for record in found]
     return {
         "methods": methods,
@@ -188,42 +178,35 @@ def _difference(name: str, a: np.ndarray, other: str, b: np.ndarray) -> dict[str
     from scipy import stats
 
     difference = float(a.mean() - b.mean())
-    if a.std() == b.std() == 0:  # nothing varied: t has no scale
-        return {"pair": [name, other], "difference": difference, "interval": [difference] * 2,
-                "p": 1.0 if difference == 0 else 0.0}  # fmt: skip
-    test = stats.ttest_ind(a, b, equal_var=False)
-    interval = test.confidence_interval(1 - LEVEL)
-    return {
-        "pair": [name, other],
-        "difference": difference,
-        "interval": [float(interval.low), float(interval.high)],
-        "p": float(test.pvalue),
-    }
+    interval, p = [difference, difference], float(difference == 0)
+    if a.std() or b.std():  # otherwise nothing varied, and t has no scale
+        test = stats.ttest_ind(a, b, equal_var=False)
+        interval, p = [float(end) for end in test.confidence_interval(1 - LEVEL)], float(test.pvalue)
+    return {"pair": [name, other], "difference": difference, "interval": interval, "p": p}
 
 
 def _show(result: dict[str, Any], out: Path) -> None:
     from gredp.app.console import table
 
-    def percent(low: float, high: float) -> str:
-        return f"{100 * low:.2f} to {100 * high:.2f}"
+    def percent(value: float) -> str:
+        return f"{100 * value:.2f}"
 
     rows = [
         (
             name,
-            f"{100 * found['mean']:.2f}",
-            percent(*found["interval"]),
+            percent(found["mean"]),
+            " to ".join(map(percent, found["interval"])),
             shown(found["proven_epsilon"]),
             shown(found["composed_epsilon"]),
         )
         for name, found in result["methods"].items()
     ]
-    header = ("method", "mean", "95 % interval", "proven ε, each run", "its runs together")
-    table("accuracy, %", rows, header)
+    table("accuracy, %", rows, ("method", "mean", "95 % interval", "proven ε, each run", "its runs together"))
     pairs = [
         (
             " − ".join(pair["pair"]),
             f"{100 * pair['difference']:+.2f}",
-            percent(*pair["interval"]),
+            " to ".join(map(percent, pair["interval"])),
             f"{pair['corrected_p']:.3f}",
             "significant" if pair["significant"] else "not significant",
         )
@@ -231,8 +214,7 @@ def _show(result: dict[str, Any], out: Path) -> None:
     ]
     if pairs:
         table("differences, points", pairs, ("pair", "difference", "95 % interval", "p (Holm)", "verdict"))
-    print(f"{together(result)}.")
-    print(f"record: {out / 'comparison.json'}\nfigure: {out / 'comparison.svg'}")
+    print(f"{together(result)}.\nrecord: {out / 'comparison.json'}\nfigure: {out / 'comparison.svg'}")
 
 
 def shown(value: float | None) -> str:

@@ -1,8 +1,8 @@
 """What a person sees: a progress bar while it runs, a table at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,13 +19,20 @@ from rich.text import Text
 
 from gredp.guarantee import Guarantee
 from gredp.privacy.accountant import delta_times, round_up
+from gredp.storage.record import accuracy, dumps
 
 if TYPE_CHECKING:
     from gredp.app.train import Run
 
 
+def progress_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
+    """On stderr, with these columns between the bar and the time left."""
+    whole = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    return Progress(*whole, TextColumn("{task.fields[status]}"), console=console or Console(stderr=True))
+
+
 class Throughput(ProgressColumn):
-    """Records a second, from the batch size that is expected: the one that was drawn is secret."""
+    """Records per second, from the expected batch size: the one that was drawn is secret."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -33,34 +40,31 @@ class Throughput(ProgressColumn):
 
 
 class Bar:
-    """A bar over steps: time left, records a second, and an ε that is never below what was spent.
+    """A bar over steps: time left, records per second, and an ε that is never below what was spent.
 
     Within an epoch it shows the ε that the epoch's end will have cost. It appears when training begins.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            Throughput(),
-            TextColumn("{task.fields[spent]}  {task.fields[accuracy]}"),
-        )
-        self._progress = Progress(*columns, console=console or Console(stderr=True))
+        self._progress = progress_bar(MofNCompleteColumn(), Throughput(), console=console)
+        self._accuracy = ""
 
     def begin(self, steps: int, done: int, batch: int) -> None:
-        self._task = self._progress.add_task(
-            "training", total=steps, completed=done, batch=batch, spent="", accuracy=""
-        )
+        """`done` of `steps` are charged already, each on `batch` records on average."""
+        self._task = self._progress.add_task("training", total=steps, completed=done, batch=batch, status="")
         self._progress.start()
 
     def step(self, done: int, epsilon: float) -> None:
-        self._progress.update(self._task, completed=done, spent=f"ε ≤ {round_up(epsilon, 3)}")
+        """`epsilon` is at least what was spent: that of the end of the epoch."""
+        self._show(f"ε ≤ {round_up(epsilon, 3)}", completed=done)
 
     def update(self, epsilon: float, accuracy: float) -> None:
-        spent, share = f"ε {round_up(epsilon, 3)}", f"accuracy {accuracy:.3f}"
-        self._progress.update(self._task, spent=spent, accuracy=share)
+        """The end of an epoch."""
+        self._accuracy = f"accuracy {accuracy:.3f}"
+        self._show(f"ε {round_up(epsilon, 3)}")
+
+    def _show(self, spent: str, **changes: Any) -> None:
+        self._progress.update(self._task, status=f"{spent}  {self._accuracy}", **changes)
 
     def __enter__(self) -> "Bar":
         return self
@@ -71,20 +75,35 @@ class Bar:
 
 
 def table(title: str, rows: Sequence[tuple[str, ...]], header: Sequence[str] = ()) -> None:
-    """Text as it is: a folder called [b] or :tada: is neither markup nor a picture."""
+    """Literal text: a folder called [b] or :tada: is neither markup nor a picture."""
     grid = Table(*header, title=title, show_header=bool(header), title_justify="left")
     for row in rows:
         grid.add_row(*row)
     Console(markup=False, emoji=False).print(grid)
 
 
-def show_run(run: "Run", report: Path | None = None) -> None:
+def show(
+    as_json: bool,
+    result: Mapping[str, Any],
+    title: str,
+    rows: Sequence[tuple[str, ...]],
+    header: Sequence[str] = (),
+) -> None:
+    """One JSON object, or a table."""
+    if as_json:
+        print(dumps(dict(result)))
+    else:
+        table(title, rows, header)
+
+
+def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
     """Accuracy and what it cost; the proven ε before the claimed one."""
     record, settings = run.record, run.record["settings"]
     guarantee = Guarantee.from_json(record["guarantee"])
-    judged_by = "test_accuracy" if "test_accuracy" in record else "validation_accuracy"
+    name, share = accuracy(record)
+    result = {**record["guarantee"], name: share, "run": str(run.folder)}
     rows = [
-        (judged_by.replace("_", " "), f"{100 * record[judged_by]:.2f} %"),
+        (name.replace("_", " "), f"{100 * share:.2f} %"),
         *guarantee.rows(),
         ("δ × records", delta_times(guarantee.delta, record["data"]["records"])),
         ("run", str(run.folder)),
@@ -92,10 +111,13 @@ def show_run(run: "Run", report: Path | None = None) -> None:
     if report is not None:
         rows.append(("report", str(report)))
     if record["insecure"]:
-        rows.insert(0, ("INSECURE", "noise from --insecure-seed: the ε below holds for nobody who knows it"))
+        rows.insert(0, ("INSECURE", "ε gives no protection against anyone who knows --insecure-seed"))
     if "tuning" in record:
-        chosen = ", ".join(f"{name} {value:g}" for name, value in record["tuning"]["chosen"].items())
+        result["chosen"] = record["tuning"]["chosen"]
+        chosen = ", ".join(f"{name} {value:g}" for name, value in result["chosen"].items())
         rows.insert(2, ("chosen privately", f"{chosen}; the proven ε covers the choice"))
     if record.get("steps_lost"):
-        rows.insert(-2, ("lost in crashes", f"{record['steps_lost']} steps, charged all the same"))
-    table(f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows)
+        rows.insert(-2, ("lost in crashes", f"{record['steps_lost']} steps, which stay charged"))
+    show(
+        as_json, result, f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows
+    )

@@ -1,4 +1,4 @@
-"""The records of a run as its network sees them: read, sent through a front, held out, drawn anew."""
+"""The records of a run as its network sees them: read, turned into features, held out, augmented."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from gredp.app.data import Splits, hold_out, load
 from gredp.app.data.augment import DRAWS, augmented
 from gredp.app.features.backbone import Backbone
-from gredp.app.features.cache import Front, through
+from gredp.app.features.cache import FeatureExtractor, extract_cached
 from gredp.app.features.scattering import Scattering
 from gredp.app.settings import TrainSettings
 from gredp.errors import GredpError
@@ -16,12 +16,12 @@ from gredp.randomness import Secret
 
 
 def centered(x: Tensor) -> Tensor:
-    """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own. Tables are."""
+    """Pixels to [−1, 1] by fixed numbers: a mean of the data would be a release of its own. Tables stay."""
     return 2 * x - 1 if x.dim() == 4 else x
 
 
 def as_they_are(x: Tensor) -> Tensor:
-    """Features of a front."""
+    """Features stay unchanged."""
     return x
 
 
@@ -47,29 +47,29 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(x, self.y[indices]))
 
 
-def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Splits, Front | None]:
-    """The records as the network sees them, and the front they went through."""
-    front: Front | None = None
+def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Splits, FeatureExtractor | None]:
+    """The records as the network sees them, and what has extracted their features."""
+    extractor: FeatureExtractor | None = None
     if settings.pretrained is not None:
-        front = Backbone(settings.pretrained)
-    elif settings.front == "scattering":
-        front = Scattering()
-    if given is not None and front is not None:
-        raise GredpError("features are kept by data set: data in memory do not go through a front")
-    data = given or load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
-    if front is not None:
-        own = settings.holdout, settings.image_size
-        data = through(front, data, settings.dataset, settings.data_dir, *own)
+        extractor = Backbone(settings.pretrained)
+    elif settings.features == "scattering":
+        extractor = Scattering()
+    if given is not None and extractor is not None:
+        raise GredpError("features are cached by dataset: data in memory cannot be used with them")
+    source = settings.dataset, settings.data_dir, settings.holdout, settings.image_size
+    data = given or load(*source)
+    if extractor is not None:
+        data = extract_cached(extractor, data, *source)
     if settings.augment and len(data.input_shape) != 3:
         raise GredpError(f"--augment draws views of images, not of rows of {data.input_shape[0]} features")
-    return (hold_out(data, settings.validation) if settings.validation else data), front
+    return (hold_out(data, settings.validation) if settings.validation else data), extractor
 
 
-def describe_data(data: Splits, front: Front | None = None) -> dict[str, Any]:
-    """What a run notes of its data and front, and checks when it is resumed.
+def describe_data(data: Splits, extractor: FeatureExtractor | None = None) -> dict[str, Any]:
+    """What a run notes of its data and features, and checks when it is resumed.
 
-    Of the data counts and shapes, no hash, keyed or not: with the run's folder in hand it would tell whether
-    a guessed data set is the one. Of the front all that it depends on, public weights by their hash.
+    Of the data counts and shapes, but no hash, keyed or not: together with the run folder it would confirm
+    a guessed dataset. Of the features all that they depend on, public weights by their hash.
     """
     return {
         "name": data.name,
@@ -77,5 +77,5 @@ def describe_data(data: Splits, front: Front | None = None) -> dict[str, Any]:
         "test_records": len(data.x_test),
         "classes": data.classes,
         "input_shape": list(data.input_shape),
-        "front": None if front is None else front.identity(),
+        "front": None if extractor is None else extractor.identity(),
     }

@@ -1,7 +1,7 @@
 """Recipes: settings of a run in a small TOML file, by name from `gredp/app/recipes` or by a path. No torch.
 
-Keys are the options of `gredp train`. Tables `[[at]]` hold what goes with a target ε: the one is taken whose
-ε is nearest, as a ratio. The command line has the last word.
+Keys are the options of `gredp train`. Tables `[[at]]` hold settings for a target ε: the one with the nearest
+ε is used, as a ratio. The command line overrides both.
 
     dataset = "mnist"
     epsilon = 1.0
@@ -20,13 +20,13 @@ from typing import Any, get_type_hints
 
 from typeguard import TypeCheckError, check_type
 
-from gredp.app.settings import OF_ONE_START, TrainSettings
+from gredp.app.settings import OF_ONE_START, TrainSettings, current_names
 from gredp.errors import GredpError
 from gredp.storage.files import one_line, read
 
 FOLDER = files("gredp.app") / "recipes"
 LARGEST = 1 << 20
-#: what a file does not decide for whoever runs it
+#: settings that a file must not decide for its user
 NOT_FOR_FILES = (*OF_ONE_START, "recipe", "insecure_seed", "allow_large_delta")
 
 
@@ -47,18 +47,18 @@ class Recipe:
         content = (FOLDER / f"{name}.toml").read_bytes() if own else read(Path(name).resolve(), LARGEST)
         self.name = name
         try:
-            told = tomllib.loads(content.decode())
+            values = tomllib.loads(content.decode())
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise GredpError(f"recipe {name} cannot be read: {one_line(error)}") from None
-        rows = told.pop("at", [])
-        whole = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-        self._common = self._checked(told)
-        self._rows = [self._checked(row) for row in rows] if whole else []
-        if not whole or not all(row.get("epsilon", 0) > 0 for row in self._rows):
+        rows = values.pop("at", [])
+        self._common = self._checked(values)
+        tables = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        self._rows = [self._checked(row) for row in rows] if tables else []
+        if not tables or not all(row.get("epsilon", 0) > 0 for row in self._rows):
             raise GredpError(f"recipe {name}: every [[at]] is a table with an epsilon above 0")
 
     def _checked(self, values: dict[str, Any]) -> dict[str, Any]:
-        hints = get_type_hints(TrainSettings)
+        hints, values = get_type_hints(TrainSettings), current_names(values)
         for key, value in values.items():
             if key not in hints or key in NOT_FOR_FILES:
                 raise GredpError(f"recipe {self.name}: {key} is not a setting of a recipe")
@@ -74,7 +74,7 @@ class Recipe:
 
     def at(self, epsilon: float) -> TrainSettings:
         """The settings for a target ε."""
-        if not (self._rows and epsilon > 0):  # a wrong ε is refused with all other settings
+        if not (self._rows and epsilon > 0):  # a wrong ε is rejected with all other settings
             return self.common()
         row = min(self._rows, key=lambda row: abs(math.log(row["epsilon"] / epsilon)))
         return replace(self.common(), **row | {"epsilon": epsilon})

@@ -1,4 +1,4 @@
-"""One process' share of a run of `gredp train`: made anew, resumed or forked."""
+"""One process' share of a run of `gredp train`: new, resumed or forked."""
 
 import math
 import shlex
@@ -6,7 +6,7 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,13 @@ from torch.utils.data import DataLoader
 from gredp.app.average import WeightAverage
 from gredp.app.data import Splits
 from gredp.app.dataset import Records, describe_data
-from gredp.app.features.cache import Front
-from gredp.app.features.normalise import ChannelNorm, certificate, release
+from gredp.app.features.cache import FeatureExtractor
+from gredp.app.features.normalize import ChannelNorm, certificate, release
 from gredp.app.known_data import usual_model
 from gredp.app.models import build
 from gredp.app.settings import FILE, TrainSettings
-from gredp.app.signals import Stopped, Waiting
-from gredp.distributed import (
-    all_reduce_max,
-    rank,
-    run_on_rank_zero,
-)
+from gredp.app.signals import DeferredSignal, Stopped
+from gredp.distributed import all_reduce_max, rank, run_on_rank_zero
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.gradient.spectra import noise_spectrum
@@ -34,21 +30,11 @@ from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Certificate
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.storage.checkpoint import load_weights
-from gredp.storage.files import read_document, write, write_document
-from gredp.storage.record import describe, dumps, new_folder, plain_numbers
+from gredp.storage.files import read_document, write_document
+from gredp.storage.record import describe, new_folder, plain_numbers, save
 
-
-class Progress(Protocol):
-    """What the loop tells while it runs."""
-
-    def begin(self, steps: int, done: int, batch: int) -> None:
-        """`done` of `steps` are charged already, each on `batch` records on average."""
-
-    def step(self, done: int, epsilon: float) -> None:
-        """`epsilon` is at least what was spent: what will be at the end of the epoch."""
-
-    def update(self, epsilon: float, accuracy: float) -> None:
-        """The end of an epoch."""
+if TYPE_CHECKING:
+    from gredp.app.console import Bar
 
 
 @dataclass
@@ -58,7 +44,7 @@ class Session:
     settings: TrainSettings
     folder: Path
     data: Splits
-    front: Front | None
+    extractor: FeatureExtractor | None
     engine: PrivacyEngine
     model: nn.Module
     optimizer: PrivateOptimizer
@@ -70,8 +56,8 @@ class Session:
     updates: int = 0
     #: the certificate of the query before training, if there was one
     query: list[dict[str, Any]] | None = None
-    signal: Waiting = field(default_factory=Waiting)
-    progress: Progress | None = None
+    signal: DeferredSignal = field(default_factory=DeferredSignal)
+    progress: "Bar | None" = None
 
     @property
     def released(self) -> nn.Module:
@@ -97,36 +83,44 @@ class Session:
         self.engine.save(self.folder, done, self.modules)
 
     def publish(self) -> None:
-        """What has been released so far, beside the weights: for whoever looks before the run ends."""
-        released = {
-            "steps": self.engine.ledger.steps,
-            "metrics": self.metrics,
-            "spectrum": noise_spectrum(self.optimizer.private_step),
-        }
-        write(self.folder / "metrics.json", (dumps(released) + "\n").encode())
+        """What has been released so far, beside the weights: for anyone who looks before the run ends."""
+        spectrum = noise_spectrum(self.optimizer.private_step)
+        released = {"steps": self.engine.ledger.steps, "metrics": self.metrics, "spectrum": spectrum}
+        save(self.folder / "metrics.json", released)
 
-    def stop_if_told(self) -> None:
-        """Leave, if a signal has come to any process, with everything saved."""
+    def facts(self) -> dict[str, Any]:
+        """What both the settings of a run and its record state."""
+        return {
+            "settings": self.settings.kept(),
+            "data": describe_data(self.data, self.extractor),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "certificate": plain_numbers(describe(self.optimizer.certificate)),
+            "normalisation": self.query,
+        }
+
+    def stop_if_signaled(self) -> None:
+        """Stop if any process has received a signal, with everything saved."""
         number = all_reduce_max(self.signal.number or 0, f"the signals after step {self.charged}")
         if number:
             self.save()
-            where = f" after {self.charged} of {self.steps} steps; go on with: gredp train --resume"
+            where = f" after {self.charged} of {self.steps} steps; resume with: gredp train --resume"
             raise Stopped(number, f"{where} {shlex.quote(str(self.folder))}")
 
 
-def begin(settings: TrainSettings, data: Splits, front: Front | None, engine: PrivacyEngine) -> Session:
+def begin(
+    settings: TrainSettings, data: Splits, extractor: FeatureExtractor | None, engine: PrivacyEngine
+) -> Session:
     """A new run, or a fork: the ledger and the weights of another one, everything else anew."""
     weights = engine.fork(settings.fork) if settings.fork is not None else None
-    target: dict[str, Any] = {"target_epsilon": settings.epsilon, "target_delta": settings.delta}
-    target |= {"epochs": settings.epochs, "correlation_bands": settings.correlation_bands}
-    target["allow_large_delta"] = settings.allow_large_delta
+    target = {"target_epsilon": settings.epsilon, "target_delta": settings.delta}
+    target |= {name: getattr(settings, name) for name in ("epochs", "correlation_bands", "allow_large_delta")}
     folder = Path(settings.out or new_folder(settings.dataset, settings.method))
     query = statistics = None
-    if settings.normalise and weights is None:
+    if settings.normalize and weights is None:
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
         query = _query(settings, data)
         statistics = release(engine, data.x_train, query)
-    session = _session(settings, folder, data, front, engine, target, statistics)
+    session = _session(settings, folder, data, extractor, engine, target, statistics)
     session.query = None if query is None else describe(query)
     if weights is not None:
         load_weights(session.model, weights)
@@ -136,46 +130,42 @@ def begin(settings: TrainSettings, data: Splits, front: Front | None, engine: Pr
 
 def _query(settings: TrainSettings, data: Splits) -> Certificate:
     """That of the means and energies: 1/z² is the share set aside of what a single release might have."""
-    multiplier = 0.0
-    if settings.method != "plain":
+    whole = 0.0
+    if settings.private:
         whole = calibrate(settings.epsilon, settings.delta, 1.0, 1, settings.accountant)
-        multiplier = whole / math.sqrt(settings.normalise)
-    return certificate(data.input_shape[0], multiplier)
+    return certificate(data.input_shape[0], whole / math.sqrt(settings.normalize))
 
 
 def _create_folder(session: Session) -> tuple[int, bytes]:
-    """Make the run's folder; gives the number of this start."""
+    """Create the run folder and return the number of this start."""
     session.save()
-    facts = {
-        "settings": session.settings.kept(),
-        "data": describe_data(session.data, session.front),
+    plan = {
         "noise_multiplier": session.engine.requested_multiplier,
         "correlation_bands": session.optimizer.bands,
-        "normalisation": session.query,
-        "certificate": plain_numbers(describe(session.optimizer.certificate)),
         "model": network(session.settings, session.data),
-        "parameters": sum(p.numel() for p in session.model.parameters()),
         "steps": session.steps,
     }
-    write_document(session.folder / FILE, facts)
+    write_document(session.folder / FILE, session.facts() | plan)
     return session.engine.secret.incarnation, b""
 
 
-def resume(settings: TrainSettings, data: Splits, front: Front | None, engine: PrivacyEngine) -> Session:
+def resume(
+    settings: TrainSettings, data: Splits, extractor: FeatureExtractor | None, engine: PrivacyEngine
+) -> Session:
     folder = Path(settings.resume or "")
-    _refuse_finished(folder)
+    _reject_finished(folder)
     facts = read_document(folder / FILE)
-    was, told = facts["data"], describe_data(data, front)
-    if was != told:
-        key = next(k for k in told if told[k] != was.get(k))
-        raise GredpError(f"the data have changed: {key} was {was.get(key)} and is {told[key]}")
+    for key, value in describe_data(data, extractor).items():
+        if value != facts["data"].get(key):
+            raise GredpError(f"the data have changed: {key} was {facts['data'].get(key)} and is {value}")
     # Multiplier and bands of the first start, not found again: another version could find another digit.
-    noise = {"noise_multiplier": facts["noise_multiplier"]}
-    noise["correlation_bands"] = facts.get("correlation_bands", 1)
-    session = _session(settings, folder, data, front, engine, noise)
+    noise = {"correlation_bands": 1} | {
+        k: facts[k] for k in ("noise_multiplier", "correlation_bands") if k in facts
+    }
+    session = _session(settings, folder, data, extractor, engine, noise)
     session.query = facts.get("normalisation")
     done = engine.load(folder, session.modules)
-    _refuse_finished(folder)  # again: another process may have ended it while this one waited for the lock
+    _reject_finished(folder)  # again: another process may have ended it while this one waited for the lock
     session.metrics, session.updates = done["metrics"], done["updates"]
     lost = session.charged - session.updates
     if lost and rank() == 0:
@@ -191,7 +181,7 @@ def _session(
     settings: TrainSettings,
     folder: Path,
     data: Splits,
-    front: Front | None,
+    extractor: FeatureExtractor | None,
     engine: PrivacyEngine,
     noise: dict[str, Any],
     statistics: Tensor | None = None,
@@ -199,17 +189,16 @@ def _session(
     """`statistics` of the features, as released, are in the model before it is made private."""
     torch.manual_seed(settings.seed)
     model = build(network(settings, data), data.input_shape, data.classes, block(settings, data))
-    if front is not None:
-        front.equip(model)
-    if settings.normalise:
+    if extractor is not None:
+        extractor.load_into(model)
+    if settings.normalize:
         norm = ChannelNorm(data.input_shape[0])
         if statistics is not None:
             norm.take(statistics, len(data.y_train))
         model = nn.Sequential(OrderedDict([("normalise", norm), ("network", model)]))
     optimizer = _optimizer(settings, model)
-    loader = DataLoader(
-        Records(data, engine.secret if settings.augment else None), batch_size=settings.batch_size
-    )
+    records = Records(data, engine.secret if settings.augment else None)
+    loader = DataLoader(records, batch_size=settings.batch_size)
     make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
     model, private, loader = make(
         module=model,
@@ -226,7 +215,7 @@ def _session(
         **settings.options(),
     )
     average = WeightAverage(model, settings.ema) if settings.ema else None
-    return Session(settings, folder, data, front, engine, model, private, loader, len(loader), average)
+    return Session(settings, folder, data, extractor, engine, model, private, loader, len(loader), average)
 
 
 def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
@@ -238,7 +227,7 @@ def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimiz
     return kind(model.parameters(), betas=(settings.momentum, 0.999), **shared)
 
 
-def _refuse_finished(folder: Path) -> None:
+def _reject_finished(folder: Path) -> None:
     if (folder / "record.json").exists():
         raise GredpError(
             f"{folder} has finished: its budget is spent; --fork {shlex.quote(str(folder))} starts from it"
@@ -252,5 +241,5 @@ def network(settings: TrainSettings, data: Splits) -> str:
 
 
 def block(settings: TrainSettings, data: Splits) -> int:
-    """Columns of a table have no order that a circulant could use: dense unless said otherwise."""
+    """Columns of a table have no order that a circulant could use: dense by default."""
     return 0 if settings.block is None and len(data.input_shape) == 1 else settings.block_size

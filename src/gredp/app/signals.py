@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Stopped(BaseException):
     """A signal ended the program; `status` is the exit status that goes with it.
 
-    No Exception: whoever catches all of those means a failure, and would say that something cannot be read.
+    Not an Exception: code that catches all of those means a failure, and would report that a read failed.
     """
 
     def __init__(self, number: int, where: str = "") -> None:
@@ -20,7 +20,7 @@ class Stopped(BaseException):
         self.status = 128 + number
 
 
-class Waiting:
+class DeferredSignal:
     """Notes the first signal; a second one does not wait."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Where a run can be followed while it goes on: files, or the services that people use.
+"""Trackers: log a run while it trains, to files or to the usual services.
 
-A tracker is told released values only: settings, the guarantee, and figures that ε covers or that come from
-public test records. Times and sizes of single batches are not among them: they depend on the secret draw. A
-service sees when it is told something, and so how long an epoch took.
+A tracker receives released values only: settings, the guarantee, and metrics that ε covers or that come from
+public test records. It never sees the time or size of a single batch: both depend on the secret draw. A
+service sees when it receives something, and so how long an epoch took.
 """
 
 import csv
@@ -25,19 +25,19 @@ Values = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """What a tracker does; one of your own needs these three."""
+    """Your own tracker needs these three methods."""
 
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
-        """A run begins, or goes on. `guarantee` is what will hold at its end (`PrivacyEngine.guarantee`)."""
+        """A run starts or resumes. `guarantee` is what will hold at its end (`PrivacyEngine.guarantee`)."""
 
     def log(self, step: int, values: Values) -> None:
-        """Released figures after so many steps of the run."""
+        """Released metrics after `step` steps of the run."""
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """The run's record; empty if it was interrupted."""
 
 
-class JsonLines:
+class JsonLines(Tracker):
     """metrics.jsonl: one object a line, first the start, then the figures, last the guarantee that holds."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,11 +53,10 @@ class JsonLines:
         self._append({"event": "finish", "guarantee": record.get("guarantee")})
 
     def _append(self, line: dict[str, Any]) -> None:
-        text = json.dumps(plain_numbers(line), ensure_ascii=False, allow_nan=False, default=dict)
-        _append(self.path, text + "\n")
+        _append(self.path, json.dumps(plain_numbers(line), ensure_ascii=False, allow_nan=False, default=dict))
 
 
-class Csv:
+class Csv(Tracker):
     """metrics.csv: a row for each `log`; the first one names the columns."""
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +65,7 @@ class Csv:
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
         self._columns: list[str] = []
         with suppress(FileNotFoundError), self.path.open(newline="", encoding="utf-8") as file:
-            self._columns = next(csv.reader(file), [])  # a run that goes on keeps its columns
+            self._columns = next(csv.reader(file), [])  # a resumed run keeps its columns
 
     def log(self, step: int, values: Values) -> None:
         row = {"step": step, **values}
@@ -75,15 +74,11 @@ class Csv:
             _append(self.path, _csv_line(self._columns))
         _append(self.path, _csv_line([row.get(name, "") for name in self._columns]))
 
-    def finish(self, record: Mapping[str, Any]) -> None:
-        pass
 
-
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in the folder, for `tensorboard --logdir`, all of the time at which the run began."""
 
     def __init__(self, folder: Path) -> None:
-        _needs("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer, self._began = SummaryWriter(str(folder / "tensorboard")), time.time()
@@ -102,7 +97,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of the experiment "gredp" at MLFLOW_TRACKING_URI, all of the time at which it began.
 
     Through the client, not `mlflow.start_run`: that would note the user's name and script, and change what
@@ -110,7 +105,6 @@ class MLflow:
     """
 
     def __init__(self, folder: Path) -> None:
-        _needs("mlflow")
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -137,7 +131,7 @@ class MLflow:
         self._client.set_terminated(self._run, "FINISHED" if record else "KILLED", self._began)
 
 
-class WandB:
+class WandB(Tracker):
     """A run of the project "gredp"; WANDB_MODE=offline keeps it in the folder.
 
     It sends what it is given and nothing else: no console, no code, no git state, no figures of the machine,
@@ -145,23 +139,21 @@ class WandB:
     """
 
     def __init__(self, folder: Path) -> None:
-        _needs("wandb")
         self._folder = folder
 
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
         import wandb
 
-        quiet = wandb.Settings(
-            console="off",
-            disable_code=True,
-            disable_git=True,
-            host="-",
-            save_code=False,
-            silent=True,
-            x_disable_machine_info=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
+        off = (
+            "disable_code",
+            "disable_git",
+            "silent",
+            "x_disable_machine_info",
+            "x_disable_meta",
+            "x_disable_stats",
         )
+        flags: dict[str, Any] = dict.fromkeys(off, True)
+        quiet = wandb.Settings(console="off", host="-", save_code=False, **flags)
         config = plain_numbers({**settings, "guarantee": dict(guarantee)})
         try:
             self._run = wandb.init(
@@ -178,45 +170,33 @@ class WandB:
         self._run.finish(exit_code=0 if record else 1)
 
 
-TRACKERS: dict[str, Any] = {
-    "csv": Csv,
-    "jsonl": JsonLines,
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": WandB,
-}
+TRACKERS: dict[str, Any] = dict(zip(get_args(TrackerName), (Csv, JsonLines, TensorBoard, MLflow, WandB)))
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse what is unknown or not installed, before anything is trained."""
+    """Reject trackers that are unknown or not installed, before anything is trained."""
     for name in names:
         if name not in TRACKERS:
-            raise GredpError(f"unknown tracker {name!r}: choose from {', '.join(get_args(TrackerName))}")
-        if name not in ("csv", "jsonl"):
-            _needs(name)
+            raise GredpError(f"unknown tracker {name!r}: choose from {', '.join(TRACKERS)}")
+        if name not in ("csv", "jsonl") and find_spec(name) is None:
+            raise GredpError(f"{name} is not installed: pip install 'gredp[{name}]'")
 
 
 def make_trackers(names: Sequence[str], folder: Path) -> list[Tracker]:
     return [TRACKERS[name](folder) for name in dict.fromkeys(names)]
 
 
-class Several:
-    """Trackers as one. What fails to start is refused; one that fails later is left out with a warning.
+class TrackerGroup(Tracker):
+    """Trackers as one. One that fails to start stops the run; one that fails later is dropped with a warning.
 
-    A run has spent its ε by then: no service that is away may cost it.
+    By then the run has spent its ε, which an unreachable service must not cost.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = list(trackers)
-
-    def join(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers += trackers
-
-    def __bool__(self) -> bool:
-        return bool(self._trackers)
+        self.trackers = list(trackers)
 
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.start(settings, guarantee)
 
     def log(self, step: int, values: Values) -> None:
@@ -226,29 +206,26 @@ class Several:
         self._each(lambda tracker: tracker.finish(record))
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
+        for tracker in list(self.trackers):
             try:
                 action(tracker)
             except Exception as error:
-                self._trackers.remove(tracker)
+                self.trackers.remove(tracker)
                 name = type(tracker).__name__
-                warnings.warn(f"{name} has failed ({one_line(error)}): the run goes on without", stacklevel=2)
-
-
-def _needs(package: str) -> None:
-    if find_spec(package) is None:
-        raise GredpError(f"{package} is not installed: pip install 'gredp[{package}]'")
+                warnings.warn(
+                    f"{name} has failed ({one_line(error)}): the run continues without it", stacklevel=2
+                )
 
 
 def _append(path: Path, text: str) -> None:
     try:
         with path.open("a", newline="", encoding="utf-8") as file:
-            file.write(text)
+            file.write(f"{text}\n")
     except OSError as error:
         raise cannot(path, "written", error) from None
 
 
 def _csv_line(cells: Sequence[Any]) -> str:
     line = StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
+    csv.writer(line, lineterminator="").writerow(cells)
     return line.getvalue()

@@ -1,10 +1,10 @@
-"""One run of `gredp train`: data, model, engine, epochs, record; begun, resumed or forked."""
+"""One run of `gredp train`: data, model, engine, epochs, record."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from safetensors.torch import save
@@ -14,23 +14,21 @@ from gredp.app.data import Splits
 from gredp.app.dataset import as_they_are, centered, describe_data, read_data
 from gredp.app.evaluate import judge
 from gredp.app.learning_rate import rate_factor
-from gredp.app.session import Progress, Session, begin, block, network, resume
+from gredp.app.session import Session, begin, block, network, resume
 from gredp.app.settings import MAY_CHANGE, TrainSettings
 from gredp.app.signals import handled_by
-from gredp.app.trackers import Several, Tracker, make_trackers
-from gredp.distributed import (
-    process_group,
-    rank,
-    refuse_differences,
-    run_on_rank_zero,
-    world_size,
-)
+from gredp.app.trackers import Tracker, TrackerGroup, make_trackers
+from gredp.distributed import process_group, rank, refuse_differences, run_on_rank_zero, world_size
 from gredp.engine import PrivacyEngine
 from gredp.gradient.spectra import noise_spectrum
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.storage.files import write
-from gredp.storage.record import describe, dumps, header, undate
+from gredp.storage.record import header, undate
+from gredp.storage.record import save as save_record
+
+if TYPE_CHECKING:
+    from gredp.app.console import Bar
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,15 @@ class Run:
 
 def train(
     settings: TrainSettings,
-    progress: Progress | None = None,
+    progress: "Bar | None" = None,
     trackers: Sequence[Tracker] = (),
     data: Splits | None = None,
 ) -> Run:
-    """Train as told, write `record.json` and `model.safetensors`, return the record.
+    """Train, write `record.json` and `model.safetensors`, return the record.
 
     The target ε is a ceiling: a run has a fixed number of steps, each is charged once, and steps that a crash
-    lost are not made up for. Of several processes the first one writes and returns it; the others' is empty.
-    `data` take the place of those that the settings name.
+    lost are not repeated. Of several processes the first one writes and returns the record.
+    `data` replaces the dataset that the settings name.
     """
     settings.check()
     with process_group():
@@ -58,19 +56,19 @@ def train(
 
 
 def _train(
-    settings: TrainSettings, progress: Progress | None, trackers: Sequence[Tracker], given: Splits | None
+    settings: TrainSettings, progress: "Bar | None", trackers: Sequence[Tracker], given: Splits | None
 ) -> Run:
     head = header()
-    data, front = read_data(settings, given)
+    data, extractor = read_data(settings, given)
     kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
-    refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data, front)})
+    refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data, extractor)})
     secret = Secret(settings.insecure_seed)
     engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
     try:
         make = resume if settings.resume else begin
-        session = make(settings, data, front, engine)
+        session = make(settings, data, extractor, engine)
         session.progress = progress
-        tracked, record = Several(trackers), dict[str, Any]()
+        tracked, record = TrackerGroup(trackers), dict[str, Any]()
         run_on_rank_zero(lambda: _start(session, tracked), "the start of the run")
         try:
             with handled_by(session.signal):
@@ -84,14 +82,13 @@ def _train(
         engine.detach()
 
 
-def _start(session: Session, tracked: Several) -> tuple[None, bytes]:
+def _start(session: Session, tracked: TrackerGroup) -> tuple[None, bytes]:
     """In the first process only."""
-    tracked.join(make_trackers(session.settings.track, session.folder))
-    if tracked:  # what the whole run will cost takes an accountant's time
-        left = session.steps - session.charged
-        tracked.start(
-            session.settings.kept(), session.engine.guarantee(session.settings.delta, left).to_json()
-        )
+    settings = session.settings
+    tracked.trackers += make_trackers(settings.track, session.folder)
+    if tracked.trackers:  # what the whole run will cost takes an accountant's time
+        guarantee = session.engine.guarantee(settings.delta, session.steps - session.charged)
+        tracked.start(settings.kept(), guarantee.to_json())
     return None, b""
 
 
@@ -114,14 +111,14 @@ def _epochs(session: Session, tracked: Tracker) -> None:
         if rank() == 0:
             share, loss = judge(session.released, session.data.x_test, session.data.y_test, prepare)
             spent = engine.get_epsilon(settings.delta)
-            judged = {settings.judged_by: share, settings.loss_name: loss}
-            session.metrics[-1] |= {"proven_epsilon": spent, **judged}
+            found = {f"{settings.split}_accuracy": share, f"{settings.split}_loss": loss}
+            session.metrics[-1] |= {"proven_epsilon": spent, **found}
             session.save()
             session.publish()
             tracked.log(session.charged, session.metrics[-1])
             if progress is not None:
                 progress.update(spent, share)
-        session.stop_if_told()
+        session.stop_if_signaled()
 
 
 def _learning_rate(session: Session) -> LambdaLR:
@@ -162,37 +159,34 @@ def _steps(session: Session, rate: LambdaLR) -> None:
                 session.save()
                 saved = time.monotonic()
             if whole or world_size() == 1:  # several processes meet at the end of a batch only
-                session.stop_if_told()
+                session.stop_if_signaled()
 
 
 def _finish(session: Session, head: dict[str, Any]) -> Run:
     if rank():
         return Run(session.folder, {})
-    settings, engine, private = session.settings, session.engine, session.optimizer
+    settings, engine = session.settings, session.engine
     assert engine.ledger.file is not None
+    accuracy, facts = f"{settings.split}_accuracy", session.facts()
+    facts["settings"] |= {"model": network(settings, session.data), "block": block(settings, session.data)}
     record = {
         **head,
-        "settings": settings.kept()
-        | {"model": network(settings, session.data), "block": block(settings, session.data)},
-        "data": describe_data(session.data, session.front),
+        **facts,
         "processes": world_size(),
-        "parameters": sum(p.numel() for p in session.model.parameters()),
         "guarantee": engine.guarantee(settings.delta).to_json(),
-        "certificate": describe(private.certificate),
-        "normalisation": session.query,
         "ledger": engine.ledger.to_json(),
         "starts": engine.ledger.file.written.incarnations,
         "insecure": settings.insecure_seed is not None,
         "steps_lost": session.charged - session.updates,
         "weights": f"moving average, decay {settings.ema}" if settings.ema else "of the last step",
         "metrics": session.metrics,
-        "spectrum": noise_spectrum(private.private_step),
-        settings.judged_by: session.metrics[-1][settings.judged_by],
+        "spectrum": noise_spectrum(session.optimizer.private_step),
+        accuracy: session.metrics[-1][accuracy],
         "selection": "the last epoch; no epoch or setting was chosen by this run" + settings.not_covered,
         "judged_on": settings.judged_on,
     }
     weights = {key: value.contiguous() for key, value in session.released.state_dict().items()}
     write(session.folder / "model.safetensors", save(weights))
-    write(session.folder / "record.json", (dumps(record) + "\n").encode())
+    save_record(session.folder / "record.json", record)
     undate(session.folder, record["created"])
     return Run(session.folder, record)

@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 import tyro
 
-from gredp.app.jobs import Bar, run_jobs
+from gredp.app.jobs import run_jobs
 from gredp.errors import GredpError
 from gredp.paper.cells import Cell, Scale, Target, cells
 
@@ -52,8 +52,7 @@ def run_reproduce(settings: ReproduceSettings) -> None:
     given = {"data-dir": settings.data_dir, "pretrained": settings.pretrained}
     places = {option: path for option, path in given.items() if path is not None}
     if wanted:
-        with Bar() as watch:
-            run_jobs(wanted, out, runs, workers, places, watch, timed=True)
+        run_jobs(wanted, out, runs, workers, places, timed=True)
     elif settings.target == "table2":
         raise GredpError("table2 has no smoke scale: use --scale quick or full")
     _audit(settings, wanted, out)

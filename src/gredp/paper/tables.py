@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from gredp.app.jobs import JUDGED_BY, read_record
+from gredp.app.jobs import read_record
 from gredp.paper.cells import PAPER, Cell, title
 from gredp.paper.paper import ABLATIONS, CLIPPING, FROM_SCRATCH, TRANSFER
 from gredp.privacy.accountant import round_up
+from gredp.storage.record import accuracy
 
 HEADER = ("row", "ε asked", "paper, %", "ours, %", "claimed ε", "proven ε", "audited ε")
 
@@ -23,7 +24,7 @@ class Line:
 
     @property
     def accuracies(self) -> list[float]:
-        return [100 * record[key] for record in self.records for key in JUDGED_BY if key in record]
+        return [100 * accuracy(record)[1] for record in self.records]
 
     @property
     def mean(self) -> float:

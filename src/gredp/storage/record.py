@@ -62,6 +62,12 @@ def undate(folder: Path, day: str) -> None:
             os.utime(path, (moment, moment), follow_symlinks=False)
 
 
+def accuracy(record: dict[str, Any]) -> tuple[str, float]:
+    """Name and value of a run's accuracy: one on validation records is not a test accuracy."""
+    name = "test_accuracy" if "test_accuracy" in record else "validation_accuracy"
+    return name, record[name]
+
+
 def describe(certificate: Certificate) -> list[dict[str, Any]]:
     """K and Σ, release by release."""
     return [asdict(release) for release in certificate.releases]

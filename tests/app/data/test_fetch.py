@@ -138,7 +138,7 @@ def test_without_a_network_or_the_package_one_line_says_what_to_put_where(hub, m
     ("arguments", "words"),
     [
         (["get"], "gredp data get NAME"),
-        (["list", "mnist"], "gredp data list"),
+        (["list", "mnist"], "usage: gredp data get NAME | list"),
         (["get", "imagenet"], "unknown data set 'imagenet'"),
         (["get", "digits"], "embedded"),
     ],

@@ -75,7 +75,7 @@ def test_front_and_tail_are_the_whole_network(file, weights, name):
     assert features.shape == (4, 512, 3, 3)
     tail = build(name, tuple(features.shape[1:]), 10)
     assert isinstance(tail, Tail)
-    front.equip(tail)
+    front.load_into(tail)
     F.cross_entropy(tail(features), y).backward()
 
     exact = {n: t.double() for n, t in weights.items()}
@@ -103,7 +103,7 @@ def test_a_classifier_in_the_file_is_passed_over(weights, tmp_path):
     save_file(weights | {"fc.weight": torch.zeros(1000, 512)}, tmp_path / "w.safetensors")
     tail = build("resnet18-1conv", (512, 3, 3), 10)
     drawn = tail.fc.weight.detach().clone()
-    Backbone(str(tmp_path / "w.safetensors")).equip(tail)
+    Backbone(str(tmp_path / "w.safetensors")).load_into(tail)
     assert torch.equal(tail.fc.weight, drawn)
     assert torch.equal(tail.get_parameter("layer4.1.conv1.weight"), weights["layer4.1.conv1.weight"].float())
 

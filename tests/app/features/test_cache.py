@@ -1,4 +1,4 @@
-"""Features on the disk: computed once, whole or not at all, and never for other data or another front."""
+"""Features on the disk: computed once, whole or not at all, and never for other data or another extractor."""
 
 import multiprocessing
 import os
@@ -11,11 +11,11 @@ from PIL import Image
 
 from gredp import GredpError
 from gredp.app.data import hold_out, load
-from gredp.app.features.cache import through
+from gredp.app.features.cache import extract_cached
 
 
 class Doubled:
-    """A front that counts the records it has seen, in a file, across processes."""
+    """A extractor that counts the records it has seen, in a file, across processes."""
 
     def __init__(self, log, factor=2.0, die_after=None):
         self.log, self.factor, self.die_after = log, factor, die_after
@@ -49,14 +49,14 @@ def archive(tmp_path):
     return path
 
 
-def run(front, archive, tmp_path):
-    return through(front, load(str(archive)), str(archive), str(tmp_path / "data"))
+def run(extractor, archive, tmp_path):
+    return extract_cached(extractor, load(str(archive)), str(archive), str(tmp_path / "data"))
 
 
 def test_features_are_those_of_the_front_and_are_computed_once(archive, tmp_path):
-    front, data = Doubled(tmp_path / "log"), load(str(archive))
-    got = run(front, archive, tmp_path)
-    assert front.seen() == 350
+    extractor, data = Doubled(tmp_path / "log"), load(str(archive))
+    got = run(extractor, archive, tmp_path)
+    assert extractor.seen() == 350
     assert (got.features, data.features) == (True, False)
     assert got.input_shape == (3, 6, 5)
     for part, want in ((got.x_train, data.x_train), (got.x_test, data.x_test)):
@@ -64,8 +64,8 @@ def test_features_are_those_of_the_front_and_are_computed_once(archive, tmp_path
         torch.testing.assert_close(part[indices], 2 * want[indices], rtol=2**-11, atol=0)
         assert part[indices].dtype == torch.float32
     assert got.x_train[[]].shape == (0, 3, 6, 5)
-    run(front, archive, tmp_path)
-    assert front.seen() == 350
+    run(extractor, archive, tmp_path)
+    assert extractor.seen() == 350
     folder = next((tmp_path / "data" / "features").glob("mine-doubled-*[0-9a-f]"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -79,23 +79,23 @@ def test_parts_of_them_are_held_out_without_being_read(archive, tmp_path):
 
 
 def test_other_data_or_another_front_get_features_of_their_own(archive, tmp_path):
-    front = Doubled(tmp_path / "log")
-    run(front, archive, tmp_path)
+    extractor = Doubled(tmp_path / "log")
+    run(extractor, archive, tmp_path)
     run(Doubled(tmp_path / "log", factor=3.0), archive, tmp_path)
-    assert front.seen() == 700
+    assert extractor.seen() == 700
     os.utime(archive, (1, 1))
-    run(front, archive, tmp_path)
-    assert front.seen() == 1050
+    run(extractor, archive, tmp_path)
+    assert extractor.seen() == 1050
 
 
 def test_images_in_class_folders_are_known_by_every_file(tmp_path):
     """Same names, sizes and numbers of images: another folder, another picture, another share held out."""
-    front, rng = Doubled(tmp_path / "log"), np.random.default_rng(0)
+    extractor, rng = Doubled(tmp_path / "log"), np.random.default_rng(0)
 
     def seen(root, **options):
-        before = front.seen()
-        through(front, load(str(root), **options), str(root), str(tmp_path / "data"), **options)
-        return front.seen() - before
+        before = extractor.seen()
+        extract_cached(extractor, load(str(root), **options), str(root), str(tmp_path / "data"), **options)
+        return extractor.seen() - before
 
     def picture(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -154,12 +154,12 @@ def test_a_kill_leaves_nothing_that_would_be_read(archive, tmp_path):
 
 
 def test_a_damaged_file_and_a_place_that_cannot_be_written_are_one_line(archive, tmp_path):
-    front = Doubled(tmp_path / "log")
-    run(front, archive, tmp_path)
+    extractor = Doubled(tmp_path / "log")
+    run(extractor, archive, tmp_path)
     file = next((tmp_path / "data" / "features").glob("*/x_train.npy"))
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(GredpError, match=r"is damaged .*remove it"):
-        run(front, archive, tmp_path)
+        run(extractor, archive, tmp_path)
     (tmp_path / "blocked").write_text("a file, not a folder")
     with pytest.raises(GredpError, match="cannot be used for features"):
-        through(front, load(str(archive)), str(archive), str(tmp_path / "blocked"))
+        extract_cached(extractor, load(str(archive)), str(archive), str(tmp_path / "blocked"))

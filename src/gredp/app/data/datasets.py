@@ -43,7 +43,7 @@ class Splits:
     y_train: Tensor
     x_test: "Tensor | Stored"
     y_test: Tensor
-    #: whether the images are a front's features rather than pixels
+    #: whether the images are features rather than pixels
     features: bool = False
 
     @property

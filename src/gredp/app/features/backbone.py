@@ -25,7 +25,7 @@ class Backbone:
     """Images `[b, 3, h, w]` in [0, 1], scaled up to `size` pixels → features `[b, 512, size/32, size/32]`.
 
     `path` is a safetensors file with torchvision's names, in half or single precision; its classifier, if it
-    has one, is not used. Normalisations keep the statistics of the file.
+    has one, is not used. Normalization layers keep the statistics of the file.
     """
 
     def __init__(self, path: str, size: int = 96) -> None:
@@ -62,7 +62,7 @@ class Backbone:
     @cached_property
     def _network(self) -> ResNet18:
         network = ResNet18(size=self.size)
-        self.equip(network)
+        self.load_into(network)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network.requires_grad_(False).eval()
 
@@ -72,7 +72,7 @@ class Backbone:
         with torch.no_grad():
             return self._network.features(x.contiguous(memory_format=torch.channels_last)).contiguous()
 
-    def equip(self, model: nn.Module) -> None:
+    def load_into(self, model: nn.Module) -> None:
         """Put the file's weights into the whole network or its tail; the classifier stays as it was drawn."""
         own = {n: t for n, t in model.state_dict().items() if n in self.tensors}
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""A front's features on the disk: computed once for a data set, read by every later run.
+"""Features on disk: computed once for a dataset, read by every later run.
 
-They lie in `<data folder>/features/<key>/` as `x_train.npy` and `x_test.npy`. The key covers the front with
-its options and weights, and the data files' names, sizes and times of change: whatever differs gets a folder
+They lie in `<data folder>/features/<key>/` as `x_train.npy` and `x_test.npy`. The key covers the extractor,
+its options and weights, and the data files' names, sizes and times of change: anything else gets a folder
 of its own. Features are as private as the records. The folder is for its owner alone, and no run copies it.
 
 Half precision: a network in single precision does not see the difference (a relative 2⁻¹¹), and the features
@@ -31,14 +31,14 @@ from gredp.app.data.datasets import SPLITS, Stored, data_folder, is_classed, loc
 from gredp.errors import GredpError
 from gredp.storage.files import cannot, one_line, sync_folder
 
-#: raised when a front's or this file's arithmetic changes: old folders are then not used any more
+#: raise it when an extractor's or this file's arithmetic changes: old folders are then ignored
 VERSION = 1
-#: records that go through a front at once
+#: records in one batch
 BATCH = 64
 HALF, LARGEST_HALF = np.dtype("<f2"), 65504.0
 
 
-class Front(Protocol):
+class FeatureExtractor(Protocol):
     """A fixed function of one record: no trained parameter, no other record."""
 
     def identity(self) -> dict[str, Any]:
@@ -47,8 +47,8 @@ class Front(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Images `[b, channels, height, width]` as they are loaded → features `[b, C, H, W]`."""
 
-    def equip(self, model: nn.Module) -> None:
-        """Give the network on the features what it has from the front, if anything."""
+    def load_into(self, model: nn.Module) -> None:
+        """Give the network on the features what it has from the extractor, if anything."""
 
 
 class Features:
@@ -68,8 +68,8 @@ class Features:
         return Features(self._array[start:stop])
 
 
-def through(
-    front: Front,
+def extract_cached(
+    extractor: FeatureExtractor,
     data: Splits,
     dataset: str,
     folder: str | None = None,
@@ -87,7 +87,7 @@ def through(
     """
     root = data_folder(folder) / "features"
     try:
-        target = root / _key(front, data, location(dataset, folder), holdout, image_size)
+        target = root / _key(extractor, data, location(dataset, folder), holdout, image_size)
     except OSError as error:
         raise cannot(Path(dataset), "read", error) from None
     try:
@@ -95,9 +95,9 @@ def through(
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _lock(root / f"{target.name}.lock"):
                 if not target.exists():
-                    _compute(front, data, target)
+                    _compute(extractor, data, target)
         x_train, x_test = (np.load(target / f"{name}.npy", "r", allow_pickle=False) for name in _images(data))
-    except GredpError:  # a ValueError as well: what the front refuses is no damage
+    except GredpError:  # a ValueError as well: what the extractor rejects is not damage
         raise
     except OSError as error:
         raise cannot(target, "used for features", error) from None
@@ -106,18 +106,24 @@ def through(
     return replace(data, x_train=Features(x_train), x_test=Features(x_test), features=True)
 
 
-def _key(front: Front, data: Splits, path: Path | None, holdout: float | None, image_size: int | None) -> str:
+def _key(
+    extractor: FeatureExtractor,
+    data: Splits,
+    path: Path | None,
+    holdout: float | None,
+    image_size: int | None,
+) -> str:
     """A readable name and a hash. No content of a record enters: reading them all would take as long."""
     files = [] if path is None else sorted(path.glob("*.npy")) if path.is_dir() else [path]
     stamps = [_stamp(file, file.name) for file in files]
     shapes = [list(images.shape) for images in _images(data).values()]
-    facts = [VERSION, front.identity(), data.name, stamps, shapes]
+    facts = [VERSION, extractor.identity(), data.name, stamps, shapes]
     if path is not None and is_classed(path):
         found = sorted(file for split in SPLITS for file in (path / split).glob("*/[!.]*"))
         stamps += [_stamp(file, str(file.relative_to(path))) for file in found]
         facts += [str(path.resolve()), holdout, image_size]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return f"{data.name}-{front.identity()['name']}-{digest[:16]}"
+    return f"{data.name}-{extractor.identity()['name']}-{digest[:16]}"
 
 
 def _stamp(file: Path, name: str) -> list[str | int]:
@@ -137,14 +143,14 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compute(front: Front, data: Splits, target: Path) -> None:
+def _compute(extractor: FeatureExtractor, data: Splits, target: Path) -> None:
     """All under another name first, and on the disk before it gets the final one."""
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(mode=0o700)
     try:
         for name, images in _images(data).items():
-            _write(front, images, part / f"{name}.npy", f"features of {data.name}, {name}")
+            _write(extractor, images, part / f"{name}.npy", f"features of {data.name}, {name}")
         sync_folder(part)
         os.rename(part, target)
         sync_folder(target.parent)
@@ -153,7 +159,7 @@ def _compute(front: Front, data: Splits, target: Path) -> None:
         raise
 
 
-def _write(front: Front, images: "Tensor | Stored", path: Path, what: str) -> None:
+def _write(extractor: FeatureExtractor, images: "Tensor | Stored", path: Path, what: str) -> None:
     """By plain writes: a full disk under a mapped file would end the process."""
     count = len(images)
     console = Console(stderr=True)
@@ -161,7 +167,7 @@ def _write(front: Front, images: "Tensor | Stored", path: Path, what: str) -> No
     starts = track(range(0, count, BATCH), escape(what), console=console, transient=True, disable=quiet)
     with path.open("xb") as file:
         for start in starts:
-            values = front(images[list(range(start, min(start + BATCH, count)))])
+            values = extractor(images[list(range(start, min(start + BATCH, count)))])
             # A value beyond the range would become infinite, and its record would not count.
             half = values.clamp(-LARGEST_HALF, LARGEST_HALF).numpy().astype(HALF)
             if start == 0:

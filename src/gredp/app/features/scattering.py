@@ -47,7 +47,7 @@ class Scattering:
         options = {"scales": SCALES, "angles": ANGLES, "padding": "reflect", "gains": list(GAINS)}
         return {"name": "scattering", **options}
 
-    def equip(self, model: nn.Module) -> None:
+    def load_into(self, model: nn.Module) -> None:
         """Nothing: the network on the features has all its weights from its own initialization."""
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ mechanism with multiplier z. It takes all records (sampling rate 1) and is charg
 the ledger of the run's folder begins with that charge, and nothing of the release is written before it.
 
 What the network makes of it, (±√|x| − mean)/deviation, is post-processing. The numbers stay with the weights,
-in checkpoints and in the model's file: a run that goes on or is forked has them from there.
+in checkpoints and in the model's file: a resumed or forked run reads them there.
 
-The norm √(2C) lets a record pass as it is whose roots have energy 1 on average: fronts give about that.
+The norm √(2C) lets a record pass as it is whose roots have energy 1 on average: our features have about that.
 """
 
 import math

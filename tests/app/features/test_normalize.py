@@ -1,4 +1,4 @@
-"""Private normalisation: certified, charged once, within the target, and settled for a run that goes on."""
+"""Private normalization: certified, charged once, within the target, and fixed for a resumed run."""
 
 import math
 
@@ -10,8 +10,8 @@ from gredp import GredpError, PrivacyEngine
 from gredp.app import session
 from gredp.app import train as loop
 from gredp.app.cli import main
-from gredp.app.features import normalise
-from gredp.app.features.normalise import ChannelNorm, certificate, clip_norm, contributions, release
+from gredp.app.features import normalize
+from gredp.app.features.normalize import ChannelNorm, certificate, clip_norm, contributions, release
 from gredp.app.settings import TrainSettings, saved_settings
 from gredp.privacy.accountant import epsilon
 from gredp.storage.ledger_file import read_ledger
@@ -84,7 +84,7 @@ def test_channels_are_centered_and_scaled():
     torch.testing.assert_close(out.std((0, 2, 3)), torch.ones(3), rtol=0.1, atol=0)
     assert not any(p.requires_grad for p in norm.parameters())
     norm.take(torch.full((6,), -5.0), 10)  # what noise alone could give
-    assert norm.scale.min() == pytest.approx(normalise.SMALLEST)
+    assert norm.scale.min() == pytest.approx(normalize.SMALLEST)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -110,8 +110,8 @@ def test_of_several_processes_one_draws_the_noise_and_all_charge_it():
 
 def settings(tmp_path, name="run", **options):
     base = {
-        "front": "scattering",
-        "normalise": 0.1,
+        "features": "scattering",
+        "normalize": 0.1,
         "data_dir": str(tmp_path / "data"),
         "out": str(tmp_path / name),
         "epochs": 1,
@@ -166,14 +166,17 @@ def test_without_privacy_nothing_is_claimed(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--normalise", "1"], r"must lie in \[0, 1\), not 1"),
-        (["--normalise", "0.1"], "goes with a front"),
+        (["--normalize", "1"], r"must lie in \[0, 1\), not 1"),
+        (["--normalize", "0.1"], "needs --features or --pretrained"),
         (
-            ["--model", "resnet18-1conv", "--pretrained", "x", "--normalise", "0.1"],
+            ["--model", "resnet18-1conv", "--pretrained", "x", "--normalize", "0.1"],
             "as its frozen part gives them",
         ),
-        (["--front", "scattering", "--normalise", "0.1", "--claim", "paper"], "no part in the paper"),
-        (["--front", "scattering", "--model", "resnet18-1conv", "--pretrained", "x"], "two fronts"),
+        (["--features", "scattering", "--normalize", "0.1", "--claim", "paper"], "no part in the paper"),
+        (
+            ["--features", "scattering", "--model", "resnet18-1conv", "--pretrained", "x"],
+            "cannot be combined",
+        ),
     ],
 )
 def test_mistakes_are_one_line(capsys, options, words):
