@@ -13,7 +13,7 @@ from gredp.distributed import rank
 from gredp.privacy import ledger
 from gredp.privacy.certificate import Certificate, Release
 from gredp.randomness import Secret, Split
-from gredp.sampling import CyclicBatchSampler, PoissonBatchSampler
+from gredp.sampling import PoissonBatchSampler
 from oracles import band_matrix
 from ranks import in_world
 from worlds import MECHANISMS
@@ -115,7 +115,7 @@ def test_splits_have_names_that_tell_them_apart_and_not_their_keys():
 
 
 def test_a_rate_of_one_takes_the_whole_part():
-    sampler = CyclicBatchSampler(50, 0.25, 4, Split(bytes(32), 4))
+    sampler = PoissonBatchSampler(50, 0.25, 4, split=Split(bytes(32), 4))
     batches = list(sampler)
     assert sorted(record for batch in batches for record in batch) == list(range(50))
 

@@ -367,7 +367,7 @@ def test_workers_of_a_loader_that_another_program_built_are_refused():
     rebuilt = DataLoader(
         RECORDS, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn, num_workers=1
     )
-    with pytest.raises(GredpError, match="another program rebuilt the private data loader"):
+    with pytest.raises(GredpError, match="prefetch batches uncounted"):
         next(iter(rebuilt))
     next(iter(loader))
 
@@ -391,7 +391,7 @@ def test_workers_that_persist_hand_out_every_pass():
 def test_views_and_a_collate_function_of_ones_own_are_refused():
     """Rows that it reorders would be folded into records that they are not of."""
     data = DataLoader(RECORDS, batch_size=8, collate_fn=lambda rows: default_collate(rows[::2] + rows[1::2]))
-    with pytest.raises(GredpError, match=r"side by side, and a collate_fn .* leave collate_fn to torch"):
+    with pytest.raises(GredpError, match=r"remove collate_fn .* side by side"):
         private(data_loader=data, views=2)
 
 
@@ -408,7 +408,7 @@ def test_two_models_of_one_engine_draw_different_batches():
 
 
 def test_a_sampler_that_would_be_replaced_is_refused():
-    with pytest.raises(GredpError, match=r"SubsetRandomSampler, .* 40 records .* torch.utils.data.Subset"):
+    with pytest.raises(GredpError, match=r"40 records .* SubsetRandomSampler: .* torch.utils.data.Subset"):
         private(sampler=SubsetRandomSampler(range(20)))
     with pytest.raises(GredpError, match="RandomSampler"):
         private(sampler=RandomSampler(RECORDS, num_samples=20))
@@ -425,7 +425,7 @@ def test_a_private_loader_keeps_its_rate():
 
 def test_secure_mode_refuses_a_seeded_loader_and_others_show_it():
     seeded = torch.Generator().manual_seed(1)
-    with pytest.raises(GredpError, match="data loader with a generator"):
+    with pytest.raises(GredpError, match="remove the generators"):
         private(PrivacyEngine(secure_mode=True), generator=seeded)
     engine = private(PrivacyEngine(), generator=seeded)[0]
     assert "INSECURE" in str(engine)

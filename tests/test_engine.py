@@ -444,7 +444,7 @@ def test_secure_mode_trains_and_takes_no_generator():
             "noise_generator": generator,
         }
         if generator is not None:
-            with pytest.raises(GredpError, match="give neither a noise_generator"):
+            with pytest.raises(GredpError, match="remove the generators"):
                 engine.make_private(**settings)
             continue
         model, optimizer, _ = engine.make_private(**settings)

@@ -203,7 +203,7 @@ def test_manager_refuses_a_loader_of_its_own_making():
             max_physical_batch_size=2,
             optimizer=optimizer,
         )
-    with pytest.raises(GredpError, match="at least 1, not 0"):
+    with pytest.raises(GredpError, match="positive whole number, not 0"):
         BatchMemoryManager(data_loader=loader, max_physical_batch_size=0, optimizer=optimizer)
 
 
@@ -218,7 +218,7 @@ def test_an_empty_batch_holds_no_record_whatever_it_is_collated_into():
     assert empty(UserDict(ids=one, more=UserDict(mask=one)))["more"]["mask"].shape == (0, 3)
     assert empty(pair(one, [one, np.ones((1, 2))])).y[1].shape == (0, 2)
     assert empty((one, ["name of record 0"], [7], 3))[1:] == ([], [], 3)
-    with pytest.raises(GredpError, match="hold a SimpleNamespace"):
+    with pytest.raises(GredpError, match="a SimpleNamespace in a batch"):
         empty({"x": SimpleNamespace(x=one)})
 
 

@@ -1,9 +1,9 @@
-"""`PrivacyEngine.make_private` joins both rails around a user's model, optimizer and data."""
+"""`PrivacyEngine.make_private` joins both paths around a user's model, optimizer and data."""
 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,17 +14,15 @@ from gredp.budget import Sampling, noise_multiplier
 from gredp.distributed import model_number, refuse_differences, run_on_rank_zero, share_weights
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
-from gredp.gradient.noise import GeneratorSource, NoiseSource, SecretSource
+from gredp.gradient.noise import GeneratorSource, SecretSource
 from gredp.gradient.step import PrivateStep
 from gredp.gradient.units import blocks, padded_blocks
 from gredp.guarantee import Guarantee
-from gredp.mechanisms import Mechanism, mechanism
-from gredp.mechanisms.banded import check_bands
+from gredp.mechanisms import mechanism
 from gredp.mechanisms.plan import Needs, positive_norm
 from gredp.mechanisms.registry import noise_scale
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
-from gredp.privacy.certificate import Block
 from gredp.privacy.paper_claims import claimed_epsilon
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret
@@ -35,13 +33,20 @@ from gredp.request_checks import (
     checked_schedule,
     whole_bands,
 )
-from gredp.sampling import PoissonBatchSampler, poisson_loader
-from gredp.sampling.loader import one_record
+from gredp.sampling import PrivateLoader, poisson_loader
 from gredp.sampling.same_records import refuse_other_records
 from gredp.storage.checkpoint import contract
 from gredp.storage.resumable import Resumable
 from gredp.summary import Summary, html_table, run_on_zeros, summarize
 from gredp.validation import validate
+
+
+class Private(NamedTuple):
+    """What `make_private` returns: `model, optimizer, loader = engine.make_private(...)`."""
+
+    model: nn.Module
+    optimizer: PrivateOptimizer
+    loader: PrivateLoader
 
 
 class PrivacyEngine(Resumable):
@@ -92,178 +97,173 @@ class PrivacyEngine(Resumable):
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         correlation_bands: int = 1,
         **options: Any,
-    ) -> Any:
-        """Returns (module, optimizer, data_loader); with a criterion before the loader in "ghost" mode.
+    ) -> Private:
+        """Make training private at a given noise; returns `Private`, which unpacks as in Opacus.
 
-        `noise_multiplier` is the proven z of each step; under `claim="paper"` it is the paper's σ. 0 is
-        allowed and gives ε = ∞. `method` is plain, dpsgd, spectral_dp or gredp; `noise` of gredp is white,
-        real or shaped; further options are those of the mechanism (`filter_ratio`, `noise_parts`, `grid`,
-        `per_sample_noise`, `exponent`, `preconditioner`, `energy_noise`, `bands`, `groups`, `window`).
+        | argument | default | meaning |
+        |---|---|---|
+        | `module` | | the model; it is returned unwrapped, with hooks on its layers |
+        | `optimizer` | | any `torch.optim` optimizer of the model's parameters, except LBFGS |
+        | `criterion` | `None` | the loss, if it should be checked; "ghost" mode returns it |
+        | `data_loader` | | a `DataLoader` with a `batch_size`, which becomes the expected batch size |
+        | `noise_multiplier` | | the proven z of each step (the paper's σ under its claim); 0 gives ε = ∞ |
+        | `max_grad_norm` | | clipping norm of a record's gradient, or one for each layer or parameter |
+        | `batch_first` | `True` | records are the first dimension; False is rejected |
+        | `loss_reduction` | `"mean"` | how the loss joins the records of a batch: "mean" or "sum" |
+        | `poisson_sampling` | `True` | each record joins each batch independently; False is rejected |
+        | `clipping` | `None` | which gradients share a norm: "flat" (all), "automatic", "per_layer", … |
+        | `noise_generator` | `None` | for tests: ε does not hold against anyone who knows its seed |
+        | `grad_sample_mode` | `"hooks"` | Opacus' modes mean the same here; "ghost" returns `criterion` too |
+        | `method` | `"dpsgd"` | "plain", "dpsgd", "spectral_dp" or "gredp" |
+        | `noise` | `"white"` | of gredp: "white", "real" or "shaped" |
+        | `claim` | `"proven"` | "paper" takes σ as the paper does; the proven ε is then larger |
+        | `sample_rate` | `None` | q, if the number of records is confidential; otherwise batch_size/records |
+        | `views` | `1` | inputs of each drawn record, side by side: random transforms give as many views |
+        | `noise_schedule` | `None` | public stages (steps, factor of the noise); the last one stays |
+        | `correlation_bands` | `1` | b steps over which noise is correlated (docs/theory.md, section 6) |
+        | `**options` | | of the method, such as `filter_ratio`, `noise_parts`, `grid`, `exponent` |
 
-        `sample_rate` states q where the number of records is itself confidential; otherwise it is
-        batch_size/records. Sums are divided by the loader's batch size, whatever was drawn.
-
-        `views` asks the data set so many times for each record that was drawn, side by side in the batch:
-        with random transforms, as many views of it. Their gradients are averaged within the record before
-        it is clipped, once: K and z are those of a single view. The transforms need no secrecy, but those
-        of one record must not depend on which others were drawn.
-
-        `noise_schedule` lists stages (steps, factor): a step's noise, and so its z, is `noise_multiplier`
-        times its stage's factor; the last one stays. It is public, and must not come from the data.
-
-        With `correlation_bands` b above 1 a step takes back part of the noise of the b − 1 steps before it.
-        The records are split into b parts that take turns, each drawn from at rate b·q: T steps cost as much
-        as ⌈T/b⌉ steps at that rate (docs/theory.md, section 6).
+        Sums are divided by the loader's batch size, whatever was drawn. The gradients of a record's views are
+        averaged before the record is clipped, so K and z are those of one view. The transforms of one record
+        must not depend on which others were drawn. With correlation bands the records are split into b parts
+        that take turns, each drawn at rate b·q: T steps cost as much as ⌈T/b⌉ steps at that rate.
 
         | case | what happens |
         |---|---|
-        | a layer that mixes records, a parameter that no rule covers | refused by name |
-        | a trainable parameter outside the optimizer, or one of the optimizer's outside the model | refused |
-        | poisson_sampling=False, a model in torch's DistributedDataParallel | refused |
-        | several processes | train as one, from the first one's weights; if told different things: refused |
-        | correlation_bands·q above 1; correlation_bands with `claim="paper"`, plain or a schedule | refused |
+        | a layer that mixes records, a parameter that no rule covers | rejected by name |
+        | a trainable parameter that the optimizer lacks, or one that is not the model's | rejected |
+        | poisson_sampling=False, a model in torch's DistributedDataParallel | rejected |
+        | several processes | train as one, from the first one's weights; rejected if their settings differ |
+        | correlation_bands·q above 1; correlation bands with `claim="paper"`, plain, a schedule | rejected |
         """
-        if self.secure_mode and not (
-            noise_generator is None and getattr(data_loader, "generator", None) is None
-        ):
-            raise GredpError(
-                "secure_mode takes noise and batches from the engine's secret: give neither a "
-                "noise_generator nor a data loader with a generator"
-            )
-        correlation_bands = whole_bands(correlation_bands)
-        chosen = mechanism(method, noise, claim, clipping, correlation_bands, **options)
-        schedule = checked_schedule(noise_schedule, correlation_bands)
+        if self.secure_mode and (noise_generator or getattr(data_loader, "generator", None)) is not None:
+            raise GredpError("secure_mode draws from the engine's secret: remove the generators")
+        bands = whole_bands(correlation_bands)
+        chosen = mechanism(method, noise, claim, clipping, bands, **options)
+        schedule = checked_schedule(noise_schedule, bands)
         check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         check_criterion(criterion, loss_reduction)
         if views != 1 and chosen.grid == "padded":
-            raise GredpError(
-                "several views of a record have no padded spectrum of product form: use grid 'kernel'"
-            )
+            raise GredpError("views have no padded spectrum of product form: use grid='kernel'")
         check_parameters(module, optimizer)
-        split = self._new_split(correlation_bands) if correlation_bands > 1 else None
+        split = self._new_split(bands) if bands > 1 else None
         loader = poisson_loader(data_loader, sample_rate, self.secret, views, split)
-        sampler = loader.batch_sampler
-        assert isinstance(sampler, PoissonBatchSampler)
+        sampler = loader.poisson
         expected = float(sampler.expected)
         capture = Capture(module, loss_reduction, chosen.needs, sampler.views)
         try:
-            blocks = _blocks(chosen, capture, loader)
-            norms: Any = (
-                list(map(positive_norm, max_grad_norm))
-                if isinstance(max_grad_norm, Sequence)
-                else positive_norm(max_grad_norm)
-            )
-            if method == "plain":
-                sigma = 0.0
+            shapes = blocks(module, capture.units)
+            if chosen.grid == "padded":
+                run = partial(run_on_zeros, module, loader.one_record())
+                shapes = padded_blocks(module, capture.units, run)
+            norms: float | list[float]
+            if isinstance(max_grad_norm, Sequence):
+                norms = [positive_norm(norm) for norm in max_grad_norm]
             else:
-                unit = chosen.unit_multiplier(blocks, norms, expected)
-                sigma = noise_scale(noise_multiplier, unit, claim)
-            plan = chosen.plan(blocks, norms, sigma, expected)
+                norms = positive_norm(max_grad_norm)
+            sigma = 0.0
+            if method != "plain":
+                sigma = noise_scale(noise_multiplier, chosen.unit_multiplier(shapes, norms, expected), claim)
+            plan = chosen.plan(shapes, norms, sigma, expected)
         except Exception:
             capture.detach()
             raise
-        source: NoiseSource = (
-            SecretSource(self.secret) if noise_generator is None else GeneratorSource(noise_generator)
-        )
         self._capture = capture
+        source = SecretSource(self.secret) if noise_generator is None else GeneratorSource(noise_generator)
         private = PrivateOptimizer(
             optimizer,
             module=module,
             capture=capture,
             step=PrivateStep(plan, source, expected),
             ledger=self.ledger,
-            sample_rate=check_bands(correlation_bands, sampler.sample_rate),
-            expected_batch_size=expected,
+            sampler=sampler,
             loss_reduction=loss_reduction,
             sigma=sigma,
             claimed_by_paper=chosen.claimed_by_paper,
             max_grad_norm=norms,
             schedule=schedule,
-            split=split,
-            handed=sampler.handed,
         )
-        if split is not None:
-            sampler.handed.next_turn = lambda: private.next_turn
         refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         private.private_step.number = number = model_number()
         key = bytes(self.secret.keystream(32, "same records", number)[:32])
         refuse_other_records(loader, key)
         share_weights(module)
         capture.state.remember()
-        self._optimizer, self.requested_multiplier = private, noise_multiplier
-        self._loader = loader
+        self._optimizer, self.requested_multiplier, self._loader = private, noise_multiplier, loader
         if split is not None:
             self._use_split(run_on_rank_zero(lambda: (None, split.key), "the split of the records")[1])
         if grad_sample_mode == "ghost":
-            return module, private, criterion, loader
-        return module, private, loader
+            return module, private, criterion, loader  # type: ignore[return-value]  # Opacus' four in this mode
+        return Private(module, private, loader)
 
     def make_private_with_epsilon(
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer,
-        criterion: Any = None,
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: int,
         max_grad_norm: float | Sequence[float],
-        claim: str = "proven",
-        sample_rate: float | None = None,
-        views: int = 1,
-        noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
-        correlation_bands: int = 1,
         allow_large_delta: bool = False,
-        **settings: Any,
-    ) -> Any:
-        """As `make_private`, with the noise that `epochs` passes of the loader need for the target.
+        **request: Any,
+    ) -> Private:
+        """As `make_private`, with the least noise at which `epochs` passes end within the target.
 
-        Under `claim="proven"` the run ends at a proven ε at most `target_epsilon`, what this engine has spent
-        before included; steps beyond those epochs are charged on top. With a `noise_schedule`, z is the
-        common factor of its stages. Under `claim="paper"` σ is what the paper's experiments would take, and
-        the proven ε is larger.
+        | argument | default | meaning |
+        |---|---|---|
+        | `target_epsilon` | | the proven ε at the end, with what this engine has spent before |
+        | `target_delta` | | δ; warned of from 1/(10·records) on |
+        | `epochs` | | passes of the loader; steps beyond them are charged on top |
+        | `allow_large_delta` | `False` | accept a δ of 1/records or more, which is rejected otherwise |
+        | `**request` | | any other argument of `make_private` |
 
-        A `target_delta` of 1/records or more is refused unless `allow_large_delta`, and warned of from a
-        tenth of it on; with a stated `sample_rate`, records are batch_size/sample_rate.
+        Under `claim="paper"` σ is what the paper's experiments would take, and the proven ε is larger. With a
+        stated `sample_rate`, records are batch_size/sample_rate. With a `noise_schedule`, z is the common
+        factor of its stages.
+
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> model, engine = torch.nn.Linear(4, 2), PrivacyEngine(accountant="rdp")
+        >>> data = TensorDataset(torch.randn(100, 4), torch.zeros(100).long())
+        >>> model, optimizer, loader = engine.make_private_with_epsilon(
+        ...     module=model,
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     data_loader=DataLoader(data, batch_size=20),
+        ...     target_epsilon=2.0,
+        ...     target_delta=1e-4,
+        ...     epochs=1,
+        ...     max_grad_norm=1.0,
+        ... )
+        >>> for x, y in loader:
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        >>> print(f"{engine.get_epsilon(1e-4):.2f}")
+        2.00
         """
         if epochs <= 0 or epochs != int(epochs):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
         check_parameters(module, optimizer)
-        loader = poisson_loader(data_loader, sample_rate, self.secret, views)
-        sampler = loader.batch_sampler
-        assert isinstance(sampler, PoissonBatchSampler)
-        plain = settings.get("method") == "plain"
-        if not plain:
-            check_delta_for(target_delta, sampler.expected / sampler.sample_rate, allow_large_delta)
-        schedule, bands = checked_schedule(noise_schedule, correlation_bands), whole_bands(correlation_bands)
-        sampling = Sampling(sampler.sample_rate, int(epochs) * sampler.steps, bands)
+        views, rate = request.get("views", 1), request.get("sample_rate")
+        sampler = poisson_loader(data_loader, rate, self.secret, views).poisson
+        bands = request.get("correlation_bands", 1)
+        schedule, bands = checked_schedule(request.get("noise_schedule"), bands), whole_bands(bands)
         multiplier = 0.0
-        if not plain:
+        if request.get("method") != "plain":
+            check_delta_for(target_delta, sampler.expected / sampler.sample_rate, allow_large_delta)
             multiplier = noise_multiplier(
                 target_epsilon,
                 target_delta,
-                sampling,
-                claim=claim,
+                Sampling(sampler.sample_rate, int(epochs) * sampler.steps, bands),
+                claim=request.get("claim", "proven"),
                 accountant=self.accountant.name,
                 spent=self.ledger.entries,
                 schedule=schedule,
             )
         self.target_delta = target_delta
-        return self.make_private(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            noise_multiplier=multiplier,
-            max_grad_norm=max_grad_norm,
-            claim=claim,
-            sample_rate=sample_rate,
-            views=views,
-            noise_schedule=schedule,
-            correlation_bands=bands,
-            **settings,
-        )
+        request |= {"module": module, "optimizer": optimizer, "data_loader": data_loader}
+        return self.make_private(noise_multiplier=multiplier, max_grad_norm=max_grad_norm, **request)
 
     def get_epsilon(self, delta: float, further_steps: int = 0) -> float:
         """The proven ε spent so far at `delta`; with `further_steps`, what it will be after as many more."""
@@ -304,18 +304,16 @@ class PrivacyEngine(Resumable):
         By default those of the private model, run on zeros shaped as a record of its loader. Another model,
         before it is made private, needs an `example` input (a batch) for the memory to be known.
         """
-        errors = validate(model) if model is not None else []
-        if errors:
-            raise errors[0]
-        needs: Needs = "norms" if self._capture is None else self._capture.needs
         if model is None:
             model = self._private()[0]
-        run: Any = None
-        if example is not None:
-            run = partial(run_on_zeros, model, example)
-        elif self._loader is not None and self._capture is not None and model is self._capture.module:
-            run = partial(run_on_zeros, model, one_record(self._loader))
-        return summarize(model, run, batch, needs)
+        elif errors := validate(model):
+            raise errors[0]
+        needs: Needs = "norms" if self._capture is None else self._capture.needs
+        if example is None and self._loader and self._capture and model is self._capture.module:
+            example = self._loader.one_record()
+        return summarize(
+            model, None if example is None else partial(run_on_zeros, model, example), batch, needs
+        )
 
     def __repr__(self) -> str:
         return f"PrivacyEngine(accountant={self.accountant.name!r}, steps={self.ledger.steps})"
@@ -338,11 +336,3 @@ class PrivacyEngine(Resumable):
 
     def _repr_html_(self) -> str:
         return html_table(self._shown(), ("PrivacyEngine", ""))
-
-
-def _blocks(chosen: Mechanism, capture: Capture, loader: DataLoader[Any]) -> list[Block]:
-    if chosen.grid != "padded":
-        return blocks(capture.module, capture.units)
-    return padded_blocks(
-        capture.module, capture.units, lambda: run_on_zeros(capture.module, one_record(loader))
-    )

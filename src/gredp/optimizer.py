@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
@@ -20,7 +20,16 @@ from gredp.mechanisms.stages import Stages
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 from gredp.randomness import Split
-from gredp.sampling.draws import Draw, HandedOut
+from gredp.sampling.draws import Draw
+from gredp.sampling.samplers import PoissonBatchSampler
+
+
+def _of_original(name: str) -> Any:
+    """An attribute of the wrapped optimizer, which stays the only one to hold it."""
+    return property(
+        lambda self: getattr(self.original_optimizer, name),
+        lambda self, value: setattr(self.original_optimizer, name, value),
+    )
 
 
 class PrivateOptimizer(Optimizer):
@@ -44,6 +53,14 @@ class PrivateOptimizer(Optimizer):
     | correlated noise, and a batch of the loader was left out or comes again | refused |
     """
 
+    param_groups = _of_original("param_groups")
+    state = _of_original("state")
+    defaults = _of_original("defaults")
+    register_step_pre_hook = _of_original("register_step_pre_hook")
+    register_step_post_hook = _of_original("register_step_post_hook")
+    state_dict = _of_original("state_dict")
+    load_state_dict = _of_original("load_state_dict")
+
     def __init__(
         self,
         original: Optimizer,
@@ -52,15 +69,12 @@ class PrivateOptimizer(Optimizer):
         capture: Capture,
         step: PrivateStep,
         ledger: Ledger,
-        sample_rate: float,
-        expected_batch_size: float,
+        sampler: PoissonBatchSampler,
         loss_reduction: str,
         sigma: float,
         claimed_by_paper: bool,
         max_grad_norm: Any,
         schedule: NoiseSchedule = CONSTANT,
-        split: Split | None = None,
-        handed: HandedOut | None = None,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
@@ -72,8 +86,10 @@ class PrivateOptimizer(Optimizer):
         self.schedule = schedule
         #: steps that were charged to the ledger before this model's first
         self.charged_before = ledger.steps
-        self.sample_rate = sample_rate
-        self.expected_batch_size = expected_batch_size
+        self.sampler = sampler
+        #: where noise is correlated over steps, that of the part whose turn it is
+        self.sample_rate = sampler.turn_rate
+        self.expected_batch_size = float(sampler.expected)
         self.loss_reduction = loss_reduction
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
@@ -81,13 +97,13 @@ class PrivateOptimizer(Optimizer):
         self._stages = Stages.of(step.plan, schedule, self.claimed_multiplier)
         self._stage = self._stages.at(0)  # that of the sum
         self._max_grad_norm = max_grad_norm
-        #: whose parts take turns where noise is correlated over steps; `sample_rate` is then that of a turn
-        self.split = split
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.block_views}
         self._frozen = {name for name, _ in module.named_parameters() if name not in step.block_views}
         self._owned = set(module.parameters())
         #: the batches that the loader has handed out
-        self.handed = HandedOut() if handed is None else handed
+        self.handed = sampler.handed
+        if self.split is not None:
+            self.handed.next_turn = lambda: self.next_turn
         self._skip = False
         self._summed: Draw | None = None  # the draw whose records are in the sum, where it is known
         self._newest: Draw | None = None  # the last one that was handed out when the sum began
@@ -112,9 +128,9 @@ class PrivateOptimizer(Optimizer):
         _refuse_assignment("max_grad_norm", "for another norm, engine.detach() and make_private again")
 
     @property
-    def bands(self) -> int:
-        """Steps over which noise is correlated."""
-        return 1 if self.split is None else self.split.parts
+    def split(self) -> Split | None:
+        """Whose parts take turns, where noise is correlated over steps."""
+        return self.sampler.split
 
     def cost(self, steps: int) -> tuple[Entry, ...]:
         """What the ledger will be charged for so many steps more; turns go on from those it holds."""
@@ -132,36 +148,6 @@ class PrivateOptimizer(Optimizer):
     @property
     def _turns(self) -> tuple[int, str]:
         return (1, "") if self.split is None else (self.split.parts, self.split.name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.original_optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = defaults
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.original_optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.original_optimizer.register_step_post_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise GredpError("parameters cannot join a private optimizer: their gradients would not be certified")
@@ -213,12 +199,14 @@ class PrivateOptimizer(Optimizer):
                 if draw is not None and not self.private_step.accumulated:
                     self.capture.reduction.compare()
             with exact(next(iter(self._parameters.values())).device):
-                if not self.private_step.accumulated:
-                    self._begin()
+                if not self.private_step.accumulated:  # under the plan of the next step in the ledger
+                    self._stage = self._stages.at(self.ledger.steps - self.charged_before)
+                    self.private_step.begin_sum(self._stage.plan)
                 self.private_step.accumulate(spectra)
                 if not last:
                     return loss
-                gradients = self._release(draw)
+                self._charge(draw)
+                gradients = self.private_step.release(self._parameters, self.ledger.steps)
         except BaseException:  # an interrupt among them: the records of the next batch must not join these
             self.private_step.discard()
             raise
@@ -297,16 +285,6 @@ class PrivateOptimizer(Optimizer):
             "stepped with once, in order, before the next one is taken"
         )
 
-    def _begin(self) -> None:
-        """A sum for the step that comes next in the ledger, under its plan."""
-        self._stage = self._stages.at(self.ledger.steps - self.charged_before)
-        self.private_step.begin_sum(self._stage.plan)
-
-    def _release(self, draw: Draw | None) -> dict[str, Tensor]:
-        """Charge the step, then noise the sum."""
-        self._charge(draw)
-        return self.private_step.release(self._parameters, self.ledger.steps)
-
     def _charge(self, draw: Draw | None) -> None:
         rate = self.sample_rate
         # Of several processes the worst decides: the sum is that of all their batches.
@@ -317,7 +295,7 @@ class PrivateOptimizer(Optimizer):
             warnings.warn(
                 "a step on a batch that was stepped with before is charged without amplification by "
                 "sampling, at rate 1: take a new batch from the loader for each step",
-                stacklevel=5,
+                stacklevel=4,
             )
             rate = 1.0
         if draw is not None:
@@ -330,12 +308,6 @@ class PrivateOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GredpError("a private optimizer is neither copied nor pickled: keep its state_dict()")
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.original_optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.original_optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return (

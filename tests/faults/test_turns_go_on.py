@@ -21,7 +21,7 @@ from children import (
 )
 
 from gredp.privacy.accountant import epsilon
-from gredp.sampling import CyclicBatchSampler
+from gredp.sampling import PoissonBatchSampler
 from gredp.storage.ledger_file import read_ledger
 
 BANDS = 3
@@ -29,15 +29,15 @@ BANDS = 3
 
 def note_turns(path: Path) -> None:
     """Write down which records are drawn for which turn, in every process that draws."""
-    honest = CyclicBatchSampler.draw_turn
+    honest = PoissonBatchSampler.draw
 
-    def noting(self, turn):
+    def noting(self, turn=0):
         drawn = honest(self, turn)
         with open(path, "a") as file:
             file.write(json.dumps([turn, drawn]) + "\n")
         return drawn
 
-    CyclicBatchSampler.draw_turn = noting
+    PoissonBatchSampler.draw = noting
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_what_cannot_be_is_refused_in_one_line():
     with pytest.raises(GredpError, match="4 inputs are no whole number of records with 3 views") as error:
         one_step(model, optimizer, torch.zeros(4, 1, 5, 5), torch.zeros(4, dtype=torch.long))
     assert "\n" not in str(error.value)
-    with pytest.raises(GredpError, match="use grid 'kernel'"):
+    with pytest.raises(GredpError, match="use grid='kernel'"):
         private(VIEWS, **MECHANISMS["gredp padded"])
     with pytest.raises(GredpError, match="at least 1, not 0"):
         private(0)

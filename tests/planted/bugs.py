@@ -576,7 +576,9 @@ def a_query_without_its_clip(patch):
 
 def parts_that_do_not_take_turns(patch: Patch) -> None:
     """Plain Poisson batches under noise that is taken back: a record may be in two steps side by side."""
-    patch.setattr(sampling.CyclicBatchSampler, "draw_turn", lambda self, turn: self.draw())
+    patch.setattr(
+        sampling.PoissonBatchSampler, "draw", lambda self, turn=0: self.draw_at(self.sample_rate).tolist()
+    )
 
 
 def columns_longer_than_certified(patch: Patch) -> None:
@@ -632,8 +634,14 @@ def noise_kept_with_the_checkpoint(patch: Patch) -> None:
 
 def accountant_fed_the_rate_of_all_records(patch: Patch) -> None:
     """q instead of b·q: a part is drawn from b times as often when it has its turn."""
-    for module in (engine, budget):
-        patch.setattr(module, "check_bands", lambda bands, sample_rate: sample_rate)
+    honest = optimizer.PrivateOptimizer.__init__
+
+    def init(self, *original, **settings):
+        honest(self, *original, **settings)
+        self.sample_rate = self.sampler.sample_rate
+
+    patch.setattr(optimizer.PrivateOptimizer, "__init__", init)
+    patch.setattr(budget, "check_bands", lambda bands, sample_rate: sample_rate)
 
 
 def turns_rounded_down(patch: Patch) -> None:
@@ -742,7 +750,7 @@ def draws_counted_as_they_are_drawn(patch: Patch) -> None:
 
 def views_reordered_by_a_collate_function(patch: Patch) -> None:
     """Neighboring rows are folded into one record that they are not of."""
-    patch.setattr(sampling.loader, "refuse_own_collate", lambda loader: None)
+    patch.setattr(sampling.loader, "reject_own_collate", lambda loader: None)
 
 
 def terms_that_cancel_not_counted(patch: Patch) -> None:

@@ -17,7 +17,7 @@ from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import check_delta_for, epsilon, round_up
 from gredp.privacy.ledger import Entry
-from gredp.sampling import PoissonBatchSampler, poisson_loader
+from gredp.sampling import PrivateLoader, poisson_loader
 
 #: metrics that no record can change
 COUNTS = ("epsilon", "epoch", "step")
@@ -57,18 +57,17 @@ class Budget:
         for name in {"sample_rate", "claim", "correlation_bands", "noise_schedule"} & set(self.options):
             raise GredpError(f"{name} is not for adapters: use PrivacyEngine in a loop of your own")
 
-    def poisson(self, loader: Any) -> DataLoader[Any]:
+    def poisson(self, loader: Any) -> PrivateLoader:
         """The same data in Poisson batches, drawn from the engine's secret."""
         if not isinstance(loader, DataLoader):
             raise GredpError(f"private training takes one DataLoader, not a {type(loader).__name__}")
         return poisson_loader(loader, secret=self.engine.secret)
 
     def spend(
-        self, module: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], steps: float
+        self, module: nn.Module, optimizer: Optimizer, loader: PrivateLoader, steps: float
     ) -> PrivateOptimizer:
         """Make `module` private for `steps` steps on the batches of `loader`, or go on in `folder`."""
-        sampler = loader.batch_sampler
-        assert isinstance(sampler, PoissonBatchSampler)
+        sampler = loader.poisson
         if not (steps >= 1 and math.isfinite(steps)):
             raise GredpError(f"the number of steps must be fixed and positive before training, not {steps}")
         check_delta_for(self.delta, sampler.expected / sampler.sample_rate, self.allow_large_delta)

@@ -141,7 +141,7 @@ def _create_folder(session: Session) -> tuple[int, bytes]:
     session.save()
     plan = {
         "noise_multiplier": session.engine.requested_multiplier,
-        "correlation_bands": session.optimizer.bands,
+        "correlation_bands": session.optimizer.one_step.bands,
         "model": network(session.settings, session.data),
         "steps": session.steps,
     }

@@ -4,9 +4,8 @@ import math
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.utils.data import (
 from gredp.errors import GredpError
 from gredp.randomness import Secret, Split
 from gredp.sampling.draws import HandedOut, Part
-from gredp.sampling.samplers import CyclicBatchSampler, PoissonBatchSampler
+from gredp.sampling.samplers import PoissonBatchSampler
 
 if TYPE_CHECKING:
     from gredp.optimizer import PrivateOptimizer
@@ -36,99 +35,64 @@ def poisson_loader(
     secret: Secret | None = None,
     views: int = 1,
     split: Split | None = None,
-) -> DataLoader[Any]:
+) -> "PrivateLoader":
     """The same loader with Poisson batches at `sample_rate`, by default batch_size/records.
 
-    With a `split` its parts take turns, and the loader tells the optimizer whose turn it is.
+    With a `split` its parts take turns, and every batch must be stepped before the next one is taken.
     """
     if not isinstance(loader, DataLoader):
         raise GredpError(f"Poisson batches need a torch DataLoader, not a {type(loader).__name__}")
-    if isinstance(loader.batch_sampler, CyclicBatchSampler) or (
-        split is not None and isinstance(loader.batch_sampler, PoissonBatchSampler)
-    ):
-        raise GredpError("correlation bands need a data loader that was not made private before")
-    if isinstance(loader.batch_sampler, PoissonBatchSampler):
-        if loader.batch_sampler.views != views:
-            raise GredpError(
-                f"the data loader gives {loader.batch_sampler.views} views of a record, not {views}"
-            )
-        if sample_rate not in (None, loader.batch_sampler.sample_rate):
-            raise GredpError(
-                f"the data loader draws at rate {loader.batch_sampler.sample_rate:g}, not {sample_rate}"
-            )
-        return loader
+    known = loader.batch_sampler
+    if isinstance(known, PoissonBatchSampler):
+        if split is not None or known.split is not None:
+            raise GredpError("correlation bands need a data loader that was not made private before")
+        if known.views != views:
+            raise GredpError(f"the data loader gives {known.views} views of a record, not {views}")
+        if sample_rate not in (None, known.sample_rate):
+            raise GredpError(f"the data loader draws at rate {known.sample_rate:g}, not {sample_rate}")
+        return loader if isinstance(loader, PrivateLoader) else PrivateLoader.like(loader, known)
     if isinstance(loader.dataset, IterableDataset):
+        raise GredpError("Poisson sampling needs a dataset with an index, not an IterableDataset")
+    if loader.batch_size is None:
+        raise GredpError("the data loader needs a batch_size: its own batch sampler cannot be accounted for")
+    batch_size, order = loader.batch_size, cast(Sized, loader.sampler)
+    records, kind = len(cast(Sized, loader.dataset)), type(order)
+    if issubclass(kind, DistributedSampler):
         raise GredpError(
-            "Poisson sampling needs a data set with a length and an index, not an IterableDataset"
+            "remove the DistributedSampler, and give all records and the whole batch_size: processes share "
+            "each batch by themselves"
         )
-    batch_size = loader.batch_size
-    if batch_size is None:
+    if not issubclass(kind, SequentialSampler | RandomSampler) or len(order) != records:
         raise GredpError(
-            "the data loader must state a batch_size: a batch sampler of its own cannot be accounted for"
-        )
-    if isinstance(loader.sampler, DistributedSampler):
-        raise GredpError(
-            "the data loader has a DistributedSampler: give one of all records with the whole batch_size; "
-            "the processes share each batch by themselves"
-        )
-    records = len(loader.dataset)  # type: ignore[arg-type]
-    if not isinstance(loader.sampler, SequentialSampler | RandomSampler) or len(loader.sampler) != records:
-        raise GredpError(
-            f"the data loader has a {type(loader.sampler).__name__}, which Poisson batches from all of its "
-            f"{records} records would replace: give it torch.utils.data.Subset of the records to train on"
+            f"Poisson batches from all {records} records would replace the {kind.__name__}: to train on some "
+            "of them, use torch.utils.data.Subset"
         )
     if records == 0:
-        raise GredpError("the data set is empty: there is nothing to train on")
+        raise GredpError("the dataset is empty: there is nothing to train on")
     if records < batch_size:
-        raise GredpError(f"the batch size {batch_size} is larger than the data set of {records} records")
+        raise GredpError(f"the batch size {batch_size} is larger than the dataset of {records} records")
     if sample_rate is not None and not 0 < sample_rate <= 1:
         raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
     if views > 1:
-        refuse_own_collate(loader)
+        reject_own_collate(loader)
     rate = batch_size / records if sample_rate is None else sample_rate
     # With a stated rate nothing here may depend on the number of records, the number of steps included.
     steps = len(loader) if sample_rate is None else math.ceil(1 / rate)
-    collate = EmptyBatches(loader.dataset, loader.collate_fn or default_collate)
-    sampler: PoissonBatchSampler
-    if split is not None:
-        sampler = CyclicBatchSampler(records, rate, steps, split, loader.generator, secret, views)
-    else:
-        sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views)
+    sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views, split)
     sampler.expected = batch_size
-    private: PrivateLoader = rebuild(loader, PrivateLoader, sampler, collate)
+    collate = EmptyBatches(loader.dataset, loader.collate_fn or default_collate)
+    private = PrivateLoader.like(loader, sampler, collate)
     private.in_parts = split is not None
     return private
 
 
-def refuse_own_collate(loader: DataLoader[Any]) -> None:
+def reject_own_collate(loader: DataLoader[Any]) -> None:
     """Views of a record are known by their place."""
     if loader.collate_fn is not default_collate:
         raise GredpError(
-            "views of a record must stay side by side, and a collate_fn of your own may reorder rows: with "
-            "views leave collate_fn to torch, and do its work in the data set or in the model"
+            "with views, remove collate_fn and do its work in the dataset or in the model: it may reorder "
+            "rows, and views of a record must stay side by side"
         )
-
-
-def rebuild(
-    loader: DataLoader[Any],
-    kind: Callable[..., Any],
-    sampler: Sampler[list[int]],
-    collate: Callable[..., Any],
-) -> Any:
-    """A loader over the same data with another batch sampler."""
-    return kind(
-        loader.dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
 
 
 class EmptyBatches:
@@ -142,23 +106,16 @@ class EmptyBatches:
     def __call__(self, batch: list[Any]) -> Any:
         if get_worker_info() is not None and not self.counted:
             raise GredpError(
-                "another program rebuilt the private data loader with worker processes, which draw ahead "
-                "uncounted: use num_workers=0 there, or the loader that make_private returned"
+                "worker processes would prefetch batches uncounted: use num_workers=0, or the very loader "
+                "that make_private returned"
             )
         if batch:
             return self.collate(batch)
         return part_of(self.collate([self.dataset[0]]), slice(0))  # for its shapes and types only
 
 
-def one_record(loader: DataLoader[Any]) -> Any:
-    """The model's input for a batch of one; its shape is wanted, not its values."""
-    assert isinstance(loader.collate_fn, EmptyBatches)
-    batch = loader.collate_fn.collate([loader.dataset[0]])
-    return batch[0] if isinstance(batch, tuple | list) else batch
-
-
 def part_of(batch: Any, rows: slice) -> Any:
-    """The same structure with these records only; what could hide others is refused, not passed on."""
+    """The same structure with these records only; what could hide others is rejected."""
     if isinstance(batch, Tensor | np.ndarray):
         return batch[rows] if batch.ndim else batch
     if isinstance(batch, Mapping):
@@ -171,8 +128,8 @@ def part_of(batch: Any, rows: slice) -> Any:
     if batch is None or isinstance(batch, str | int | float):
         return batch
     raise GredpError(
-        f"the data loader's batches hold a {type(batch).__name__}, which cannot be cut into records: "
-        "collate into tensors, in tuples, lists or dicts"
+        f"a {type(batch).__name__} in a batch cannot be cut into records: collate into tensors, in tuples, "
+        "lists or dicts"
     )
 
 
@@ -188,14 +145,28 @@ class PrivateLoader(DataLoader[Any]):
     #: parts that were drawn in this pass and not handed out yet
     queue: deque[Part]
 
+    @classmethod
+    def like(
+        cls, loader: DataLoader[Any], sampler: PoissonBatchSampler, collate: EmptyBatches | None = None
+    ) -> "PrivateLoader":
+        """A loader over the same data, with the same workers and memory."""
+        names = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator"
+        names += " prefetch_factor persistent_workers"
+        kept = {name: getattr(loader, name) for name in names.split()}
+        return cls(loader.dataset, batch_sampler=sampler, collate_fn=collate or loader.collate_fn, **kept)
+
     @property
     def _index_sampler(self) -> "_Parts":  # where torch's iterators take the records of a batch from
         return _Parts(self)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        handed = self.sampler_of_records.handed
-        with self._by_us():
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch annotates its own iterator class
+        handed, collate = self.poisson.handed, self.collate_fn
+        assert isinstance(collate, EmptyBatches)
+        collate.counted = True  # worker processes that start here have their batches counted by us
+        try:
             batches = super().__iter__()
+        finally:
+            collate.counted = False
         return self._hand_out(batches, self.queue, handed, handed.begin(self.in_parts))
 
     def _hand_out(
@@ -207,29 +178,25 @@ class PrivateLoader(DataLoader[Any]):
             handed.add(queue.popleft(), batch)
             yield batch
 
-    @contextmanager
-    def _by_us(self) -> Iterator[None]:
-        """Worker processes that start within know that their batches are counted as they are handed out."""
-        collate = self.collate_fn
-        assert isinstance(collate, EmptyBatches)
-        collate.counted = True
-        try:
-            yield
-        finally:
-            collate.counted = False
-
     @property
-    def sampler_of_records(self) -> PoissonBatchSampler:
+    def poisson(self) -> PoissonBatchSampler:
+        """What draws the batches."""
         assert isinstance(self.batch_sampler, PoissonBatchSampler)
         return self.batch_sampler
+
+    def one_record(self) -> Any:
+        """The model's input for a batch of one; its shape is wanted, not its values."""
+        assert isinstance(self.collate_fn, EmptyBatches)
+        batch = self.collate_fn.collate([self.dataset[0]])
+        return batch[0] if isinstance(batch, tuple | list) else batch
 
     @property
     def largest_part(self) -> int:
         """Records; the views of one stay together."""
-        return max(1, self.max_physical_batch_size // self.sampler_of_records.views)
+        return max(1, self.max_physical_batch_size // self.poisson.views)
 
     def __len__(self) -> int:
-        sampler = self.sampler_of_records
+        sampler = self.poisson
         parts = math.ceil(sampler.records * sampler.sample_rate / self.largest_part)
         return len(sampler) * max(1, parts)
 
@@ -242,7 +209,7 @@ class _Parts(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:  # not a generator: the queue is there before the first draw
         self.loader.queue = deque()
-        return self._drawn(self.loader.sampler_of_records, self.loader.queue)
+        return self._drawn(self.loader.poisson, self.loader.queue)
 
     def _drawn(self, sampler: PoissonBatchSampler, queue: deque[Part]) -> Iterator[list[int]]:
         size = self.loader.largest_part
@@ -267,9 +234,8 @@ class BatchMemoryManager:
         self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: "PrivateOptimizer"
     ) -> None:
         if not (max_physical_batch_size >= 1 and float(max_physical_batch_size).is_integer()):
-            raise GredpError(
-                f"max_physical_batch_size must be a whole number of at least 1, not {max_physical_batch_size}"
-            )
+            told = max_physical_batch_size
+            raise GredpError(f"max_physical_batch_size must be a positive whole number, not {told}")
         if not isinstance(data_loader.batch_sampler, PoissonBatchSampler):
             raise GredpError("BatchMemoryManager takes the loader that make_private returned")
         self.data_loader = data_loader
@@ -277,8 +243,8 @@ class BatchMemoryManager:
         self.optimizer = optimizer
 
     def __enter__(self) -> DataLoader[Any]:
-        source = self.data_loader
-        parts: PrivateLoader = rebuild(source, PrivateLoader, source.batch_sampler, source.collate_fn)  # type: ignore[arg-type]
+        assert isinstance(self.data_loader.batch_sampler, PoissonBatchSampler)
+        parts = PrivateLoader.like(self.data_loader, self.data_loader.batch_sampler)
         parts.in_parts, parts.max_physical_batch_size = True, self.max_physical_batch_size
         return parts
 

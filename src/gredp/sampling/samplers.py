@@ -2,7 +2,7 @@
 
 Formal guarantee. Every record enters every logical batch independently with probability `sample_rate`.
 The draw comes from the engine's secret unless the caller brings a generator, because amplification by
-sampling is lost to whoever can repeat the draw.
+sampling is lost to anyone who can repeat the draw.
 
 With noise correlated over b steps the records are split into b parts that take turns, each drawn from with
 probability b·sample_rate: the steps that a record takes part in lie b apart, or more.
@@ -38,20 +38,29 @@ class PoissonBatchSampler(Sampler[list[int]]):
         generator: torch.Generator | None = None,
         secret: Secret | None = None,
         views: int = 1,
+        split: Split | None = None,
     ) -> None:
-        """`views` repeats each drawn record so often, side by side: a data set that draws its transforms
-        anew each time it is asked gives as many views of it."""
+        """`views` repeats each drawn record so often, side by side: a dataset that draws its transforms anew
+        each time it is asked gives as many views of it.
+
+        With a `split`, step t draws each record of part t mod b with probability b·sample_rate, and no other.
+        The first step is the one that `handed.next_turn` gives: batches that were drawn and not stepped do
+        not shift the turns of the parts.
+        """
         if not (views >= 1 and float(views).is_integer()):
             raise GredpError(f"the number of views must be a whole number of at least 1, not {views}")
         if records < 1:
-            raise GredpError("the data set is empty: there is nothing to train on")
+            raise GredpError("the dataset is empty: there is nothing to train on")
         if not 0 < sample_rate <= 1:
             raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
         self.records, self.sample_rate, self.steps = records, sample_rate, steps
         self.generator, self.secret, self.views = generator, secret or Secret(), int(views)
-        #: what optimizers know of the batches; those that share this sampler share it
+        self.split = split
+        #: the rate at which the part is drawn whose turn it is
+        self.turn_rate = sample_rate if split is None else check_bands(split.parts, sample_rate)
+        #: the batches that were handed out; optimizers that share this sampler share them
         self.handed = HandedOut()
-        #: records of a batch on average, as it was asked for
+        #: records of a batch on average, as requested
         self.expected = records * sample_rate
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -65,20 +74,19 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """The draws of one pass, with their records."""
         first = self.handed.next_turn()
         for turn in range(first, first + self.steps):
-            drawn = self.draw_turn(turn)
+            drawn = self.draw(turn)
             yield Draw(len(drawn), turn), drawn
 
     def inputs(self, drawn: list[int]) -> list[int]:
         """Each record as often as there are views of it, side by side."""
         return [record for record in drawn for _ in range(self.views)]
 
-    def draw_turn(self, turn: int) -> list[int]:
-        """The records of the step with this number; here all steps are alike."""
-        return self.draw()
-
-    def draw(self) -> list[int]:
-        """One batch, or this process' part of it, in the order of the records."""
-        return self.draw_at(self.sample_rate).tolist()
+    def draw(self, turn: int = 0) -> list[int]:
+        """The batch of step `turn`, or this process' part of it, in the order of the records."""
+        drawn = self.draw_at(self.turn_rate)
+        if self.split is not None:
+            drawn = drawn[self.split.part_of(drawn) == turn % self.split.parts]
+        return drawn.tolist()
 
     def draw_at(self, rate: float) -> Tensor:
         """Every record of this process with probability `rate`, by the gaps between those that are drawn.
@@ -107,29 +115,3 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return self.steps
-
-
-class CyclicBatchSampler(PoissonBatchSampler):
-    """Step t draws each record of part t mod b with probability b·sample_rate, and no other record.
-
-    It begins with the step that `handed.next_turn` says comes next, and yields those that follow in order:
-    batches that were drawn but not stepped with do not shift the turns of the parts.
-    """
-
-    def __init__(
-        self,
-        records: int,
-        sample_rate: float,
-        steps: int,
-        split: Split,
-        generator: torch.Generator | None = None,
-        secret: Secret | None = None,
-        views: int = 1,
-    ) -> None:
-        super().__init__(records, sample_rate, steps, generator, secret, views)
-        self.split, self.turn_rate = split, check_bands(split.parts, sample_rate)
-
-    def draw_turn(self, turn: int) -> list[int]:
-        """The batch of step `turn`, by drawing from all records and leaving out those of other parts."""
-        drawn = self.draw_at(self.turn_rate)
-        return drawn[self.split.part_of(drawn) == turn % self.split.parts].tolist()

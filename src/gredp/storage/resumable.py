@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from gredp.distributed import rank, run_on_rank_zero
 from gredp.errors import GredpError
@@ -16,7 +15,7 @@ from gredp.gradient.noise import SecretSource
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.randomness import Secret, Split
-from gredp.sampling import CyclicBatchSampler
+from gredp.sampling import PrivateLoader
 from gredp.storage.checkpoint import model_tensors, restore, write_checkpoint
 from gredp.storage.run_folder import Checkpoint, RunFolder
 
@@ -30,7 +29,7 @@ class Resumable:
         self._capture: Capture | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._folder: RunFolder | None = None
-        self._loader: DataLoader[Any] | None = None
+        self._loader: PrivateLoader | None = None
         self._splits = 0
 
     def save(
@@ -144,12 +143,9 @@ class Resumable:
 
     def _use_split(self, key: bytes) -> None:
         """The same split in the sampler and in the ledger, and in all processes."""
-        _, optimizer = self._private()
-        assert optimizer.split is not None
-        assert self._loader is not None
-        sampler = self._loader.batch_sampler
-        assert isinstance(sampler, CyclicBatchSampler)
-        optimizer.split = sampler.split = Split(key, optimizer.split.parts)
+        sampler = self._private()[1].sampler
+        assert sampler.split is not None
+        sampler.split = Split(key, sampler.split.parts)
 
     def _private(self) -> tuple[nn.Module, PrivateOptimizer]:
         if self._capture is None or self._optimizer is None:
