@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gredp import PrivacyEngine
 from gredp.app.data import load
 from gredp.app.evaluate import judge
-from gredp.app.models.lenet import lenet5
+from gredp.app.models.sequential import lenet5
 from gredp.storage.record import header, save
 from gredp.validation import to_spectral
 

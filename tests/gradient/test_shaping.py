@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import oracles
 from gredp import GredpError
 from gredp.app.data import load
-from gredp.app.models.model3 import model3
+from gredp.app.models.sequential import model3
 from gredp.gradient.clip import energies
 from gredp.gradient.shaping import LearnedShape, relative_noise_energy
 from gredp.gradient.step import _view

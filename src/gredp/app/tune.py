@@ -9,13 +9,14 @@ import math
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gredp.app.settings import TrainSettings
+from gredp.app.settings import TrainSettings, option
 from gredp.app.signals import Stopped
+from gredp.budget import Sampling
 from gredp.errors import GredpError
 from gredp.privacy.accountant import check_delta_for, epsilon
 from gredp.privacy.ledger import Entry
@@ -25,6 +26,18 @@ from gredp.storage.files import make_folder, write
 if TYPE_CHECKING:
     from gredp.app.data import Splits
     from gredp.app.train import Run
+
+
+#: why a choice cannot use an option of training → those options
+UNUSABLE: dict[str, tuple[str, ...]] = {
+    "it holds out --score-share of the records itself": ("validation",),
+    "its trials train on the records in memory": ("pretrained", "features"),
+    "give its settings as options": ("recipe",),
+    "losing trials and their number must stay unseen": ("track",),
+    "a private choice needs private trials": ("claim", "insecure_seed"),
+    "it prices independent steps of equal noise only": ("correlation_bands", "noise_schedule"),
+    "a choice has no ledger of its own": ("resume", "fork"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,40 +55,27 @@ class TuneSettings(TrainSettings):
     score_noise: float = 5.0
     """deviation of the noise on the number of validation records that a trial gets right"""
 
-    def candidates(self) -> list[dict[str, float]]:
+    def candidates(self) -> list[dict[str, Any]]:
         return [{"lr": lr, "momentum": momentum} for lr, momentum in product(self.lrs, self.momenta)]
 
     def check(self) -> None:
-        """Refuse what can be refused without data."""
+        """Reject what can be rejected without data."""
+        usual = TrainSettings()
+        for reason, names in UNUSABLE.items():
+            for name in names:
+                if getattr(self, name) != getattr(usual, name):
+                    raise GredpError(f"gredp tune takes no {option(name)}: {reason}")
         check_trials(self.trials)
-        if not (self.score_noise > 0 and math.isfinite(self.score_noise)):
-            raise GredpError(f"--score-noise must be a positive number, not {self.score_noise}")
-        if not 0 < self.score_share < 1:
-            raise GredpError(f"--score-share must lie strictly between 0 and 1, not {self.score_share}")
-        if self.validation or self.pretrained is not None:
-            raise GredpError("gredp tune takes neither --validation nor --pretrained")
-        if self.recipe is not None:
-            raise GredpError("gredp tune takes no --recipe: say its settings as options")
-        if self.track:
-            raise GredpError("gredp tune takes no --track: losing trials and their number must stay unseen")
-        if self.claim != "proven" or self.method == "plain":
-            raise GredpError(
-                "a private choice needs private trials: --claim proven and another method than plain"
-            )
-        if self.correlation_bands != 1:
-            raise GredpError("gredp tune takes no --correlation-bands: it prices independent noise only")
-        if self.noise_schedule != 1:
-            raise GredpError("gredp tune takes no --noise-schedule: it prices steps of equal noise only")
+        if not self.private:
+            raise GredpError(f"a private choice needs private trials: {self.method} training has no noise")
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise GredpError("gredp tune runs in one process: each of several would draw trials of its own")
-        if self.resume or self.fork or self.insecure_seed is not None:
-            raise GredpError("gredp tune takes neither --resume, --fork nor --insecure-seed")
         if self.out is not None and Path(self.out).exists():
             raise GredpError(f"{self.out} exists already")
         if not self.candidates():
             raise GredpError("there is nothing to choose from: give --lrs and --momenta")
         for candidate in self.candidates():
-            TrainSettings.check(replace(self, **candidate))  # type: ignore[arg-type]
+            TrainSettings.check(replace(self, **candidate))
 
 
 def tune(settings: TuneSettings) -> "Run":
@@ -90,9 +90,8 @@ def tune(settings: TuneSettings) -> "Run":
     from gredp.storage.record import header, new_folder, save, undate
 
     head = header()
-    data, apart = _validation(
-        load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size), settings.score_share
-    )
+    whole = load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
+    data, apart = _validation(whole, settings.score_share)
     trial = _trial(settings, len(data.y_train))
     out = Path(settings.out or new_folder(settings.dataset, "tuned"))
     make_folder(out)  # before the first trial: a choice that finds no place would be lost
@@ -113,16 +112,11 @@ def tune(settings: TuneSettings) -> "Run":
 
 def _trial(settings: TuneSettings, records: int) -> tuple[Entry, Entry]:
     """What every trial spends, whatever it draws: its training, and its score."""
-    if records < settings.batch_size:
-        raise GredpError(
-            f"the batch size {settings.batch_size} is larger than the {records} training records"
-        )
     check_delta_for(settings.delta, records, settings.allow_large_delta)
-    rate = settings.batch_size / records
-    steps = settings.epochs * math.ceil(records / settings.batch_size)
-    score = Entry(settings.score_noise, 1.0, 1)
-    z = calibrate_selection(settings.epsilon, settings.delta, rate, steps, score, settings.trials)
-    return Entry(z, rate, steps), score
+    training = Sampling.of_epochs(records, settings.batch_size, settings.epochs)
+    score, target = Entry(settings.score_noise, 1.0, 1), (settings.epsilon, settings.delta)
+    z = calibrate_selection(*target, training.rate, training.steps, score, settings.trials)
+    return Entry(z, training.rate, training.steps), score
 
 
 def _validation(data: "Splits", share: float) -> tuple["Splits", "Splits"]:
@@ -148,7 +142,7 @@ class Trial:
 def _best(
     settings: TuneSettings, spent: tuple[Entry, Entry], data: "Splits", apart: "Splits", folder: Path
 ) -> Trial:
-    """All trials, one after the other; of those that lose nothing is kept."""
+    """All trials, one after the other; nothing is kept of those that lose."""
     import torch
 
     from gredp.app.evaluate import score
@@ -160,14 +154,19 @@ def _best(
     source = SecretSource(secret)
     target = epsilon([spent[0]], settings.delta, "rdp")
     candidates = settings.candidates()
+    shared = {field.name: getattr(settings, field.name) for field in fields(TrainSettings)}
     for number in range(draw_trials(settings.trials, float(secret.uniform(1, "trials")))):
         place = math.ceil(float(secret.uniform(1, "candidate", number)) * len(candidates)) - 1
-        told = replace(_plain(settings), epsilon=target, accountant="rdp", out=str(folder / str(number)))
+        changes = candidates[place] | {
+            "epsilon": target,
+            "accountant": "rdp",
+            "out": str(folder / str(number)),
+        }
         try:
-            run = train(replace(told, **candidates[place]), data=data)  # type: ignore[arg-type]
+            run = train(TrainSettings(**shared | changes), data=data)
         except Stopped as stop:
             raise Stopped(stop.status - 128, "; nothing was released, and nothing is kept") from None
-        _refuse_other_charges(run.record["ledger"], spent[0])
+        _reject_other_charges(run.record["ledger"], spent[0])
         source.begin(number + 1)
         noise = float(source.normal((1,), torch.zeros(1, dtype=torch.float64)))
         found = Trial(score(run, apart) + settings.score_noise * noise, candidates[place], run)
@@ -176,12 +175,7 @@ def _best(
     return best
 
 
-def _plain(settings: TuneSettings) -> TrainSettings:
-    names = TrainSettings.__dataclass_fields__
-    return TrainSettings(**{name: getattr(settings, name) for name in names})
-
-
-def _refuse_other_charges(ledger: list[dict[str, Any]], expected: Entry) -> None:
+def _reject_other_charges(ledger: list[dict[str, Any]], expected: Entry) -> None:
     """The bound holds for trials that spend what was promised, not more."""
     charged = sum(entry["steps"] for entry in ledger)
     for entry in ledger:
@@ -192,28 +186,25 @@ def _refuse_other_charges(ledger: list[dict[str, Any]], expected: Entry) -> None
 
 def _record(settings: TuneSettings, spent: tuple[Entry, Entry], best: Trial) -> dict[str, Any]:
     """That of the chosen run, with the ε of the choice in place of its own."""
-    record = dict(best.run.record)
-    total = selected_epsilon(spent, settings.trials, settings.delta)
-    for key in ("ledger", "starts", "steps_lost", "metrics"):
-        record.pop(key)
-    record["settings"] = record["settings"] | {"epsilon": settings.epsilon}
-    record["guarantee"] = record["guarantee"] | {
-        "proven_epsilon": total,
-        "claimed_epsilon": None,
-        "noise_multiplier": spent[0].noise_multiplier,
+    run, left_out = best.run.record, ("ledger", "starts", "steps_lost", "metrics")
+    return {name: value for name, value in run.items() if name not in left_out} | {
+        "settings": run["settings"] | {"epsilon": settings.epsilon},
+        "guarantee": run["guarantee"]
+        | {
+            "proven_epsilon": selected_epsilon(spent, settings.trials, settings.delta),
+            "claimed_epsilon": None,
+            "noise_multiplier": spent[0].noise_multiplier,
+        },
+        "selection": f"the best of a random number of private trainings, {settings.trials:g} on average, by "
+        f"a noisy score on {settings.score_share:g} of the training records; the proven ε covers the choice"
+        f"{settings.not_covered}",
+        "tuning": {
+            "candidates": settings.candidates(),
+            "chosen": best.candidate,
+            "mean_trials": settings.trials,
+            "validation": settings.score_share,
+            "score_noise": settings.score_noise,
+            "noisy_score": best.score,
+            "epsilon_of_one_training": epsilon([spent[0]], settings.delta, "rdp"),
+        },
     }
-    record["selection"] = (
-        f"the best of a random number of private trainings, {settings.trials:g} on average, by a noisy score "
-        f"on {settings.score_share:g} of the training records; the proven ε covers the choice"
-        f"{settings.not_covered}"
-    )
-    record["tuning"] = {
-        "candidates": settings.candidates(),
-        "chosen": best.candidate,
-        "mean_trials": settings.trials,
-        "validation": settings.score_share,
-        "score_noise": settings.score_noise,
-        "noisy_score": best.score,
-        "epsilon_of_one_training": epsilon([spent[0]], settings.delta, "rdp"),
-    }
-    return record

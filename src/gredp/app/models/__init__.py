@@ -5,33 +5,30 @@ from typing import Any
 
 from torch import nn
 
-from gredp.app.models.alexnet import alexnet, alexnet_half
+from gredp.app.models import sequential
 from gredp.app.models.features import linear, mirror_linear, scatter_cnn
-from gredp.app.models.lenet import lenet5, lenet5_tanh, lenet_small
-from gredp.app.models.mlp import mlp
-from gredp.app.models.model3 import model3
 from gredp.app.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
-from gredp.app.models.small import cnn_tanh
 from gredp.app.models.wide_resnet import wrn16_4
 from gredp.errors import GredpError
 from gredp.validation import to_spectral
 
-MODELS: dict[str, Callable[[Any, int], nn.Module]] = {
-    "mlp": mlp,
-    "lenet-small": lenet_small,
-    "lenet5": lenet5,
-    "lenet5-tanh": lenet5_tanh,
-    "model3": model3,
-    "resnet20": resnet20,
-    "alexnet": alexnet,
-    "alexnet-half": alexnet_half,
-    "cnn-tanh": cnn_tanh,
-    "wrn16-4": wrn16_4,
-    "resnet18-1conv": resnet18_1conv,
-    "resnet18-2conv": resnet18_2conv,
-    "linear": linear,
-    "mirror-linear": mirror_linear,
-    "scatter-cnn": scatter_cnn,
+#: name → what builds it, and the least height and width that it takes
+MODELS: dict[str, tuple[Callable[[Any, int], nn.Module], int]] = {
+    "mlp": (sequential.mlp, 1),
+    "lenet-small": (sequential.lenet_small, 4),
+    "lenet5": (sequential.lenet5, 12),
+    "lenet5-tanh": (sequential.lenet5_tanh, 12),
+    "model3": (sequential.model3, 8),
+    "resnet20": (resnet20, 8),
+    "alexnet": (sequential.alexnet, 32),
+    "alexnet-half": (sequential.alexnet_half, 32),
+    "cnn-tanh": (sequential.cnn_tanh, 8),
+    "wrn16-4": (wrn16_4, 1),
+    "resnet18-1conv": (resnet18_1conv, 1),
+    "resnet18-2conv": (resnet18_2conv, 1),
+    "linear": (linear, 1),
+    "mirror-linear": (mirror_linear, 1),
+    "scatter-cnn": (scatter_cnn, 2),
 }
 
 
@@ -41,7 +38,13 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, block: int = 0)
         raise GredpError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
     if name != "mlp" and len(input_shape) != 3:
         raise GredpError(f"{name} takes images, not rows of {input_shape[0]} features: use --model mlp")
-    model = MODELS[name](input_shape, classes)
+    make, least = MODELS[name]
+    if name != "mlp" and min(input_shape[1:]) < least:
+        size = "×".join(map(str, input_shape[1:]))
+        raise GredpError(
+            f"{name} needs images of at least {least}×{least}, not {size}: use a smaller network"
+        )
+    model = make(input_shape, classes)
     return to_spectral(model, block) if block else model
 
 

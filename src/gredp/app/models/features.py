@@ -1,24 +1,41 @@
-"""Small networks for the features of a front."""
+"""Small networks for features."""
 
 import torch
 from torch import Tensor, nn
 
 from gredp.app.features.scattering import mirrored
-from gredp.errors import GredpError
+from gredp.app.models.sequential import Shape
 
 
-def linear(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Sequential:
-    """One layer on everything, each record first brought to mean 0 and deviation 1.
+def standardize(channels: int) -> nn.Module:
+    """All features of a record together to mean 0 and deviation 1; nothing to learn."""
+    return nn.GroupNorm(1, channels, affine=False)
+
+
+def linear(input_shape: Shape, classes: int) -> nn.Sequential:
+    """One layer on everything, with each record standardized.
 
     So a record counts by its direction alone, and clipping treats faint and bold ones alike.
     """
     channels, height, width = input_shape
-    return nn.Sequential(one_deviation(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
+    return nn.Sequential(standardize(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
 
 
-def mirror_linear(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Module:
+def mirror_linear(input_shape: Shape, classes: int) -> nn.Module:
     """`linear` on scattering features that are averaged over an image and its mirror image."""
     return nn.Sequential(Mirrored(input_shape[0]), *linear(input_shape, classes))
+
+
+def scatter_cnn(input_shape: Shape, classes: int) -> nn.Module:
+    """Two 3×3 convolutions with tanh and a pooling between them, then one layer; records standardized.
+
+    After Tramèr and Boneh, "Differentially private learning needs better features (or much more data)", 2021.
+    """
+    channels, rows, columns = input_shape
+    first = [nn.Conv2d(channels, 64, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]
+    then = [nn.Conv2d(64, 64, 3, padding=1), nn.Tanh(), nn.Flatten()]
+    last = nn.Linear(64 * (rows // 2) * (columns // 2), classes)
+    return nn.Sequential(standardize(channels), *first, *then, last)
 
 
 class Mirrored(nn.Module):
@@ -35,30 +52,3 @@ class Mirrored(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + x.flip(-1)[:, self.order]) / 2
-
-
-def one_deviation(channels: int) -> nn.Module:
-    """All of a record's features together to mean 0 and deviation 1; nothing to learn."""
-    return nn.GroupNorm(1, channels, affine=False)
-
-
-def scatter_cnn(
-    input_shape: tuple[int, int, int] = (243, 8, 8), classes: int = 10, width: int = 64
-) -> nn.Module:
-    """Two 3×3 convolutions with tanh and a pooling between them, then one layer; records as for `linear`.
-
-    After Tramèr and Boneh, "Differentially private learning needs better features (or much more data)", 2021.
-    """
-    channels, rows, columns = input_shape
-    if min(rows, columns) < 2:
-        raise GredpError(f"scatter-cnn needs features of at least 2×2, not {rows}×{columns}")
-    return nn.Sequential(
-        one_deviation(channels),
-        nn.Conv2d(channels, width, 3, padding=1),
-        nn.Tanh(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(width, width, 3, padding=1),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(width * (rows // 2) * (columns // 2), classes),
-    )

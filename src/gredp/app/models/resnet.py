@@ -1,22 +1,23 @@
-"""ResNet-20 for small images with group normalisation, and ResNet-18 for transfer with a frozen backbone."""
+"""ResNet-20 for small images with group normalization, and ResNet-18 for transfer with a frozen backbone."""
 
 from collections import OrderedDict
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gredp.app.models.sequential import Shape
 from gredp.errors import GredpError
 
 
 class PlainBlock(nn.Module):
     """Two 3×3 convolutions around an identity; new channels of the identity are zeros, as in the original."""
 
-    def __init__(self, inputs: int, outputs: int, channels_per_group: int = 8) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(outputs // channels_per_group, outputs)
+        self.norm1 = nn.GroupNorm(outputs // 8, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(outputs // channels_per_group, outputs)
+        self.norm2 = nn.GroupNorm(outputs // 8, outputs)
         self.new = outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -25,31 +26,20 @@ class PlainBlock(nn.Module):
         return F.relu(out + (F.pad(x, (0, 0, 0, 0, 0, self.new)) if self.new else x))
 
 
-def resnet20(
-    input_shape: tuple[int, int, int] = (3, 32, 32),
-    classes: int = 10,
-    widths: tuple[int, ...] = (16, 32, 64),
-) -> nn.Module:
+def resnet20(input_shape: Shape, classes: int) -> nn.Module:
     """A 3×3 stem, three blocks for each width with an average-pooling by 2 after them, one linear layer."""
-    channels, height, width = input_shape
-    if min(height, width) < 8:
-        raise GredpError(f"resnet20 needs images of at least 8×8, not {height}×{width}: use lenet-small")
-    layers: list[nn.Module] = [
-        nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
-        nn.GroupNorm(widths[0] // 8, widths[0]),
-        nn.ReLU(),
-    ]
-    channels = widths[0]
-    for width in widths:
-        for _ in range(3):
-            layers.append(PlainBlock(channels, width))
-            channels = width
+    channels = 16
+    stem = nn.Conv2d(input_shape[0], channels, 3, padding=1, bias=False)
+    layers: list[nn.Module] = [stem, nn.GroupNorm(2, channels), nn.ReLU()]
+    for width in (16, 32, 64):
+        layers += [PlainBlock(channels, width), PlainBlock(width, width), PlainBlock(width, width)]
         layers.append(nn.AvgPool2d(2))
+        channels = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions with batch normalisation; names as in common weight files."""
+    """Two 3×3 convolutions with batch normalization; names as in common weight files."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -119,20 +109,16 @@ def transfer(model: ResNet18, convolutions: int) -> ResNet18:
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.eval()
-    last = ["layer4.1.conv2", "layer4.1.conv1"][:convolutions]
-    for name in (*last, "fc"):
+    for name in ["fc", "layer4.1.conv2", "layer4.1.conv1"][: convolutions + 1]:
         model.get_submodule(name).requires_grad_(True)
     return model
 
 
-def resnet18_2conv(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
-    return _for_input(input_shape, transfer(ResNet18(classes), 2))
-
-
-def resnet18_1conv(input_shape: tuple[int, int, int] = (3, 32, 32), classes: int = 10) -> nn.Module:
-    return _for_input(input_shape, transfer(ResNet18(classes), 1))
-
-
-def _for_input(input_shape: tuple[int, int, int], whole: ResNet18) -> nn.Module:
-    """On images the whole network, on features of its frozen part what is left of it."""
+def resnet18_2conv(input_shape: Shape, classes: int, convolutions: int = 2) -> nn.Module:
+    """On images the whole network, on features of its frozen part the rest of it."""
+    whole = transfer(ResNet18(classes), convolutions)
     return Tail(whole) if input_shape[0] == whole.fc.in_features else whole
+
+
+def resnet18_1conv(input_shape: Shape, classes: int) -> nn.Module:
+    return resnet18_2conv(input_shape, classes, 1)

@@ -1,13 +1,14 @@
-"""A wide residual network with group normalisation and weight standardisation, as De et al. 2022 train it."""
+"""A wide residual network with group normalization and weight standardization, as De et al. 2022 train it."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gredp.app.models.sequential import Shape
 from gredp.layers import WSConv2d
 
 
 class WideBlock(nn.Module):
-    """Normalise, activate, convolve, twice, around an identity or a 1×1 convolution."""
+    """Normalize, activate, convolve, twice, around an identity or a 1×1 convolution."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int = 16) -> None:
         super().__init__()
@@ -23,16 +24,10 @@ class WideBlock(nn.Module):
         return out + (x if self.shortcut is None else self.shortcut(active))
 
 
-def wrn16_4(
-    input_shape: tuple[int, int, int] = (3, 32, 32),
-    classes: int = 10,
-    widths: tuple[int, ...] = (64, 128, 256),
-) -> nn.Module:
+def wrn16_4(input_shape: Shape, classes: int) -> nn.Module:
     """WideResNet-16-4: a stem of 16 channels and two blocks for each width."""
     layers: list[nn.Module] = [WSConv2d(input_shape[0], 16, 3, padding=1)]
-    channels = 16
-    for stage, width in enumerate(widths):
-        layers += [WideBlock(channels, width, 1 if stage == 0 else 2), WideBlock(width, width, 1)]
-        channels = width
-    layers += [nn.GroupNorm(16, channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(channels, classes))
+    for inputs, width, stride in ((16, 64, 1), (64, 128, 2), (128, 256, 2)):
+        layers += [WideBlock(inputs, width, stride), WideBlock(width, width, 1)]
+    layers += [nn.GroupNorm(16, 256), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(256, classes))
