@@ -27,6 +27,7 @@ import gredp.gradient.factored as factored
 import gredp.gradient.noise as noise
 import gredp.gradient.norms as norms
 import gredp.gradient.per_sample as per_sample
+import gredp.gradient.received as received
 import gredp.gradient.reduction as reduction
 import gredp.gradient.shaping as shaping
 import gredp.gradient.state as state
@@ -378,7 +379,7 @@ def gradients_outside_their_layer_let_through(patch: Patch) -> None:
 
 
 def tied_parameters_counted_once(patch: Patch) -> None:
-    patch.setattr(capture, "add", lambda first, second, grid_axes: first)
+    patch.setattr(received, "add", lambda first, second, grid_axes: first)
 
 
 def a_linear_norm_that_misses_its_input(patch: Patch) -> None:

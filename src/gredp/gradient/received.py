@@ -1,0 +1,131 @@
+"""Stage 1, backward: what a backward brought, as per-sample gradients, until a step takes it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gredp.errors import GredpError
+from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
+from gredp.gradient.reduction import LossReduction
+from gredp.gradient.rules import Call, Gradients, exact, full_precision, generic
+from gredp.gradient.units import Unit
+from gredp.mechanisms.plan import Needs
+from gredp.storage.files import one_line
+
+
+class Received:
+    """The gradients of one backward. `take` hands them over, once.
+
+    `needs` is what the step will ask of a layer, which decides what to keep until then. `views` is the number
+    of inputs that belong to each record, side by side in every batch: a record's gradient is that of its mean
+    loss over them, one vector that is clipped once. `grid_axes` has each
+    parameter's number of axes of its Fourier grid.
+    """
+
+    def __init__(self, loss_reduction: str, needs: Needs, views: int, grid_axes: Mapping[str, int]) -> None:
+        self.loss_reduction = loss_reduction
+        self.reduction = LossReduction(loss_reduction)
+        self.needs = needs
+        self.views = views
+        self._grid_axes = grid_axes
+        self._memory: dict[str, Buffer] = {}
+        #: while it is set, forwards are ours and not the user's
+        self._paused = False
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the last backward."""
+        self._pending: dict[str, PerSampleGradient] = {}
+        self._pending_pass: int | None = None
+        self._batch: int | None = None
+
+    def take(self) -> PerSampleSpectra | None:
+        """What the last backward brought, valid until the next; None if there was none."""
+        if self._pending_pass is None or self._batch is None:
+            return None
+        records = self._batch // self.views
+        scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
+        spectra = PerSampleSpectra(self._pending, records, scale)
+        self.drop()
+        return spectra
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _receive(self, unit: Unit, number: int, x: Tensor, g: Tensor, call: Call) -> None:
+        if self._pending_pass is None:
+            self.reduction.look(unit.name, g)
+            self._pending_pass = number
+        if number != self._pending_pass:
+            raise GredpError(
+                "a second backward before optimizer.step(): a step covers one draw of records; for batches "
+                "too large for memory use BatchMemoryManager, for several inputs of a record one module"
+            )
+        if self._batch is None:
+            self._batch = g.shape[0]
+        if g.shape[0] != self._batch:
+            raise GredpError(
+                f"{unit.name} saw {g.shape[0]} records, another layer {self._batch}: "
+                "the first dimension of every layer's input must be the batch"
+            )
+        if g.shape[0] % self.views:
+            raise GredpError(
+                f"{g.shape[0]} inputs are no whole number of records with {self.views} views each: "
+                "train on the batches of the loader that make_private returned"
+            )
+        if self.loss_reduction == "mean" and full_precision(g) is not g:
+            raise GredpError(
+                f"{unit.name}: gradients of a mean loss in {str(g.dtype).removeprefix('torch.')} are rounded "
+                "after the division by the batch, which couples its records: use loss_reduction='sum' and "
+                "the sum of the records' losses, or single precision"
+            )
+        with exact(g.device):
+            gradients = self._gradients(unit, full_precision(x), full_precision(g), call)
+        unit.refuse_left_out(gradients)
+        for name, gradient in gradients.items():
+            full = unit.parameters.get(name)
+            if full is None or not unit.layer.get_parameter(name).requires_grad:
+                continue  # absent (no bias), or frozen by now
+            held = self._pending.get(full)
+            self._pending[full] = gradient if held is None else add(held, gradient, self._grid_axes[full])
+
+    def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> Gradients:
+        """By the unit's rule, or the generic one; errors name the layer."""
+        try:
+            if unit.rule is None:
+                with self._pause():  # the generic rule runs the layer again
+                    gradients = generic(unit.layer, list(unit.parameters), x, g, call)
+            else:
+                with torch.no_grad():
+                    gradients = unit.rule(unit.layer, x, g)
+        except GredpError as error:
+            raise GredpError(f"{unit.name}: {error}") from None
+        except (RuntimeError, TypeError) as error:
+            if unit.rule is not None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise GredpError(
+                f"{unit.name} ({type(unit.layer).__name__}) has no rule of its own, and torch.func cannot "
+                f"differentiate it record by record ({one_line(error)}): build it from torch's own layers"
+            ) from error
+        with torch.no_grad():
+            if self.views > 1:  # before any norm is taken, or each view would be clipped
+                gradients = {name: v.merge_views(self.views) for name, v in gradients.items()}
+            if self.needs == "inputs":
+                return gradients
+            spectral = self.needs == "spectra"
+            return {
+                n: v.compact(spectral, self._buffer(unit.parameters.get(n))) for n, v in gradients.items()
+            }
+
+    def _buffer(self, name: str | None) -> Buffer | None:
+        """The parameter's own, unless an earlier use of it in this pass still lives there."""
+        if name is None or name in self._pending:
+            return None
+        return self._memory.setdefault(name, Buffer())
