@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gredp.gradient.per_sample import PerSampleGradient
 from gredp.gradient.rules import full_precision
-from gredp.gradient.units import Unit, find_units
+from gredp.gradient.units import Unit, find_units, noting
 from gredp.mechanisms.plan import Needs
 
 
@@ -114,15 +114,9 @@ def _shapes(units: Sequence[Unit], run: Callable[[], Any]) -> Seen:
         (x,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         seen.setdefault(layer, []).append((full_precision(x.to("meta")), full_precision(out.to("meta"))))
 
-    handles = [unit.layer.register_forward_hook(note, with_kwargs=True) for unit in units]
-    state = torch.get_rng_state()  # a dropout on the way may draw; nobody shall notice
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        torch.set_rng_state(state)
-        for handle in handles:
-            handle.remove()
+    # A dropout on the way may draw; nobody shall notice.
+    with noting([unit.layer for unit in units], note), torch.random.fork_rng([]), torch.no_grad():
+        run()
     return seen
 
 

@@ -6,13 +6,15 @@ such a layer still has the same rows, and is known by that.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
+
+from gredp.gradient.units import noting
 
 
 class RowsOnZeros:
@@ -44,29 +46,22 @@ def rows_of_zeros(
     another size.
     """
     rows: dict[nn.Module, set[int]] = {}
-    handles = [layer.register_forward_hook(_note(rows), with_kwargs=True) for layer in layers]
+
+    def note(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        tensors = (leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+        rows.setdefault(layer, set()).update(t.shape[0] for t in tensors if t.dim())
+
     try:
         few = 3 if batch == 2 else 2
         args, kwargs = tree_map(lambda leaf: _zeros(leaf, batch, few), (args, kwargs))
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         cuda = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
-        with torch.no_grad(), fork_rng(sorted(cuda)), warnings.catch_warnings():
+        with noting(layers, note), torch.no_grad(), fork_rng(sorted(cuda)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.func.functional_call(module, buffers, args, kwargs)
     except Exception:  # whatever zeros may do to it
         return {}
-    finally:
-        for handle in handles:
-            handle.remove()
     return rows
-
-
-def _note(rows: dict[nn.Module, set[int]]) -> Callable[..., None]:
-    def note(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        tensors = (leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
-        rows.setdefault(layer, set()).update(t.shape[0] for t in tensors if t.dim())
-
-    return note
 
 
 def _zeros(leaf: Any, batch: int, few: int) -> Any:

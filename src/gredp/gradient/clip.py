@@ -20,7 +20,7 @@ from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.convolution.padded import padded_energy
 from gredp.gradient.per_sample import PerSampleGradient, PerSampleSpectra
-from gredp.mechanisms.plan import StepPlan
+from gredp.mechanisms.plan import ClipGroup, StepPlan
 from gredp.spectrum import BlockView
 
 #: stabilizer of automatic clipping, as in Bu et al. 2022
@@ -60,24 +60,29 @@ def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
     return view.gather(gradient.energy_over(view.axes))
 
 
-def _least(spectra: PerSampleSpectra, name: str, energy: Tensor, plan: StepPlan) -> Tensor:
-    """`[b]`: the least that the square of a record's norm is taken for."""
-    gradient = spectra.gradients[name]
-    bound = gradient.norm_bound()
-    if bound is not None:
-        bound = bound * spectra.scale**2
-    elif plan.keep_ratio is not None:  # what the band leaves out is summed too, and dropped afterwards
-        bound = energy.sum(1)
-    else:
-        return torch.zeros((), dtype=energy.dtype, device=energy.device).expand(len(energy))
-    return bound * LEAST_LEFT[gradient.like.dtype] ** 2
-
-
-def _rounding(spectra: PerSampleSpectra, view: BlockView, energy: Tensor) -> Tensor:
-    """`[b]`: the square of the allowance for rounding."""
-    transforms = 2 if view.padded else int(view.groups is not None)
-    allowance = spectra.gradients[view.block.name].allowance(transforms, math.prod(view.block.grid))
-    return energy.sum(1) * allowance**2
+def _norms(
+    group: ClipGroup,
+    found: Mapping[str, Tensor],
+    spectra: PerSampleSpectra,
+    plan: StepPlan,
+    block_views: Mapping[str, BlockView],
+    squared_weights: Mapping[str, Tensor],
+) -> Tensor:
+    """`[b]`: the records' weighted norms over the group's blocks, never below those of what is summed."""
+    terms = []
+    for name in (n for n in group.blocks if n in found):
+        energy, gradient, view = found[name], spectra.gradients[name], block_views[name]
+        weights = squared_weights[name].to(energy)
+        # What a record's terms add up to before they cancel, and what a dropped band adds to the sum.
+        least, bound = energy.new_zeros(len(energy)), gradient.norm_bound()
+        if bound is not None or plan.keep_ratio is not None:
+            least = energy.sum(1) if bound is None else bound * spectra.scale**2
+        least = least * LEAST_LEFT[gradient.like.dtype] ** 2
+        transforms = 2 if view.padded else int(view.groups is not None)
+        rounding = energy.sum(1) * gradient.allowance(transforms, math.prod(view.block.grid)) ** 2
+        terms.append(torch.stack([energy @ weights, least * weights.max(), rounding * weights.max()]))
+    squared, least, rounding = torch.stack(terms).sum(0)
+    return torch.maximum(squared, least).sqrt() + rounding.sqrt()
 
 
 def _unbounded(spectra: PerSampleSpectra) -> ClippedSpectra:
@@ -104,32 +109,18 @@ def clip(
         name: energies(gradient, block_views[name]).clamp(min=0) * spectra.scale**2
         for name, gradient in spectra.gradients.items()
     }
-    norms: dict[str, Tensor | None] = {group.name: None for group in plan.groups}
-    for group in plan.groups:
-        terms = []
-        for name in (n for n in group.blocks if n in found):
-            energy, weights = found[name], squared_weights[name].to(found[name])
-            least = _least(spectra, name, energy, plan) * weights.max()
-            rounding = _rounding(spectra, block_views[name], energy) * weights.max()
-            terms.append(torch.stack([energy @ weights, least, rounding]))
-        if terms:
-            squared, least, rounding = torch.stack(terms).sum(0)
-            norms[group.name] = torch.maximum(squared, least).sqrt() + rounding.sqrt()
-    present = [n for n in norms.values() if n is not None]
-    device = present[0].device if present else None
-    kept = torch.ones(spectra.batch, dtype=torch.bool, device=device)
-    for norm in present:
-        # False for infinity and NaN too; a dropped band cannot hide one, since 0·∞ is NaN.
-        kept &= norm < LARGEST_NORM
+    reached = [group for group in plan.groups if not found.keys().isdisjoint(group.blocks)]
+    norms = [_norms(group, found, spectra, plan, block_views, squared_weights) for group in reached]
+    # False for infinity and NaN too; a dropped band cannot hide one, since 0·∞ is NaN.
+    kept = (
+        (torch.stack(norms) < LARGEST_NORM).all(0) if norms else torch.ones(spectra.batch, dtype=torch.bool)
+    )
     factors: dict[str, Tensor] = {}
-    for group in plan.groups:
-        length = norms[group.name]
-        if length is None:
-            continue
+    for group, norm in zip(reached, norms):
         if plan.normalize:
-            factor = group.clip_norm / (length + AUTOMATIC)
+            factor = group.clip_norm / (norm + AUTOMATIC)
         else:
-            factor = (group.clip_norm / length.clamp(min=1e-30)).clamp(max=1.0)
+            factor = (group.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
         # A factor that single precision cannot hold to its digits would be rounded up as well as down.
         factor = torch.where(kept & (factor > 1e-37), factor, 0.0) * spectra.scale
         factors.update({n: factor for n in group.blocks if n in found})

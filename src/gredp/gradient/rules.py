@@ -141,9 +141,7 @@ def layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Gradients:
 @register_rule(nn.RMSNorm)
 def rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Gradients:
     shape = tuple(layer.normalized_shape)
-    return {
-        "weight": _elementwise(F.rms_norm(x, list(shape), eps=layer.eps), g, shape)["weight"],
-    }
+    return {"weight": _elementwise(F.rms_norm(x, list(shape), eps=layer.eps), g, shape)["weight"]}
 
 
 def _elementwise(normal: Tensor, g: Tensor, shape: tuple[int, ...]) -> Gradients:
@@ -171,13 +169,9 @@ def rule_for(layer: nn.Module) -> Rule | None:
 def grid_axes(layer: nn.Module, parameter: str) -> int:
     """How many trailing axes of this parameter are its Fourier grid."""
     value = layer.get_parameter(parameter)
-    if value.dim() <= 1:
+    if value.dim() <= 1 or isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return value.dim()
-    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-        return value.dim()
-    if isinstance(layer, Convolution):
-        return value.dim() - 2
-    return 1
+    return value.dim() - 2 if isinstance(layer, Convolution) else 1
 
 
 def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor, call: Call) -> Gradients:

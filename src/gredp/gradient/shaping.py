@@ -18,14 +18,12 @@ from gredp.spectrum import BlockView
 
 def energy_shares(clipped: ClippedSpectra, block_views: Mapping[str, BlockView]) -> Tensor:
     """`[groups of all blocks]`: Σ_i r_i. A record without gradient, or not finite, contributes zero."""
-    rows = len(clipped.kept)
-    parts = []
-    for name, view in block_views.items():
-        energy = clipped.energies.get(name)
-        if energy is None:
-            energy = torch.zeros(rows, view.group_count, device=clipped.kept.device)
-        parts.append(energy)
-    energy = torch.where(clipped.kept[:, None], torch.cat(parts, 1), 0.0)
+    kept = clipped.kept[:, None]
+    parts = [
+        clipped.energies[name] if name in clipped.energies else kept.new_zeros(len(kept), view.group_count)
+        for name, view in block_views.items()
+    ]
+    energy = torch.where(kept, torch.cat(parts, 1), 0.0)
     total = energy.sum(1, keepdim=True)
     return (energy / total.clamp(min=1e-30)).sqrt().where(total > 1e-30, 0.0).sum(0)
 
@@ -49,21 +47,23 @@ class LearnedShape:
         self.weight = self.variance = 0.0
         self._squared, self._precondition = self._weights(self.total, self.weight, self.variance)
 
+    def _by_block(self, values: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.names, values.split(self.counts)))
+
     @property
     def squared_weights(self) -> dict[str, Tensor]:
         """w² for each block, `[group_count]`."""
-        return dict(zip(self.names, self._squared.float().split(self.counts)))
+        return self._by_block(self._squared.float())
 
     @property
     def preconditioner(self) -> dict[str, Tensor]:
         """P for each block, `[group_count]`."""
-        return dict(zip(self.names, self._precondition.float().split(self.counts)))
+        return self._by_block(self._precondition.float())
 
     @property
     def mean_shares(self) -> dict[str, Tensor]:
         """The mean of the released shares for each block, `[group_count]`; zero before the first release."""
-        mean = self.total / (max(self.weight, 1.0) * self.expected_batch_size)
-        return dict(zip(self.names, mean.split(self.counts)))
+        return self._by_block(self.total / (max(self.weight, 1.0) * self.expected_batch_size))
 
     def state(self) -> dict[str, Tensor]:
         """All that was learned, for a checkpoint; every number of it was released.

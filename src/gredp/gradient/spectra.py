@@ -33,7 +33,7 @@ def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
             std = std * torch.rsqrt(weights[name].double()) * step.learned_shape.preconditioner[name].double()
         if plan.keep_ratio is not None:
             std = std * weights[name].double()
-        place, sizes = _frequencies(view), view.group_sizes
+        place, sizes = _mean(distance(view.block.grid), view), view.group_sizes
         order = [int(k) for k in place.argsort(stable=True) if sizes[k] > 0]
         shares = None if step.learned_shape is None else step.learned_shape.mean_shares[name]
         rows.append(
@@ -57,20 +57,10 @@ def over_steps(column: tuple[float, ...]) -> float:
     return float(np.linalg.norm(lfilter([1.0], column, impulse)))
 
 
-def _groups(view: BlockView) -> torch.Tensor:
-    size = math.prod(view.block.grid)
-    return torch.zeros(size, dtype=torch.long) if view.groups is None else view.groups
-
-
 def _mean(values: torch.Tensor, view: BlockView) -> torch.Tensor:
     """`[prod(grid)]` → `[group_count]`."""
-    groups = _groups(view)
-    total = torch.zeros(view.group_count, dtype=torch.float64).index_add_(0, groups, values.double())
-    return total / torch.bincount(groups, minlength=view.group_count).clamp(min=1)
-
-
-def _frequencies(view: BlockView) -> torch.Tensor:
-    return _mean(distance(view.block.grid).flatten(), view)
+    sums, counts = view.gather(torch.stack([values.double(), torch.ones_like(values).double()]))
+    return sums / counts.clamp(min=1)
 
 
 def _scale(view: BlockView, parts: tuple[float, float] | None) -> torch.Tensor:

@@ -65,11 +65,8 @@ class BoundedSum:
 
 def empty_sum(view: BlockView, like: Tensor) -> Tensor:
     """The sum over no records, in the domain and precision of a sum over some."""
-    double = like.dtype == torch.float64
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if not view.padded:
-        dtype = torch.float64 if double else torch.float32
         return torch.zeros(view.block.shape, dtype=dtype, device=like.device)
-    lead = like.shape[: like.dim() - view.axes]
-    dtype = torch.complex128 if double else torch.complex64
-    half = (*view.block.grid[:-1], view.length // 2 + 1)
-    return torch.zeros(*lead, *half, dtype=dtype, device=like.device)
+    half = (*like.shape[: like.dim() - view.axes], *view.block.grid[:-1], view.length // 2 + 1)
+    return torch.zeros(half, dtype=dtype.to_complex(), device=like.device)

@@ -1,7 +1,8 @@
 """The layers that own trainable parameters, and the geometry of those parameters as blocks."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gredp.errors import GredpError
-from gredp.gradient.convolution import Correlation
-from gredp.gradient.rules import Rule, convolution_with_bias, grid_axes, rule_for
+from gredp.gradient.rules import Rule, convolution, convolution_with_bias, grid_axes, rule_for
 from gredp.privacy.certificate import Block
 
 
@@ -65,8 +65,7 @@ def blocks(module: nn.Module, units: Sequence[Unit]) -> list[Block]:
             shape = tuple(unit.layer.get_parameter(name).shape)
             axes = grid_axes(unit.layer, name) if unit.rule else min(1, len(shape))
             found.setdefault(full, Block.whole(full, unit.name, shape, axes))
-    order = [n for n, _ in module.named_parameters() if n in found]
-    return [found[n] for n in order]
+    return [found[n] for n, _ in module.named_parameters() if n in found]
 
 
 def padded_blocks(module: nn.Module, units: Sequence[Unit], run_model: Callable[[], Any]) -> list[Block]:
@@ -74,33 +73,31 @@ def padded_blocks(module: nn.Module, units: Sequence[Unit], run_model: Callable[
 
     The sizes come from one forward of zeros, which `run_model` performs.
     """
-    shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
-    handles = [
-        unit.layer.register_forward_hook(_note_padded_grid(unit, shapes), with_kwargs=True)
+    found = {block.name: block for block in blocks(module, units)}
+    kernels = {
+        unit.layer: found[unit.parameters["weight"]]
         for unit in units
         if unit.rule is convolution_with_bias and "weight" in unit.parameters
-    ]
+    }
+
+    def note(layer: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        (x,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        grid = convolution(layer, x.detach(), torch.zeros_like(out))["weight"].padded_grid
+        released = tuple(tuple(range(0, k * d, d)) for k, d in zip(layer.kernel_size, layer.dilation))
+        block = kernels[layer]
+        found[block.name] = replace(block, grid=grid, released=released)
+
+    with noting(kernels, note), torch.no_grad():
+        run_model()
+    return list(found.values())
+
+
+@contextmanager
+def noting(layers: Iterable[nn.Module], note: Callable[..., None]) -> Iterator[None]:
+    """Call `note` with the layer, its arguments and its output in every forward of these layers."""
+    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
-        with torch.no_grad():
-            run_model()
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return [
-        Block(b.name, b.layer, b.shape, *shapes[b.name]) if b.name in shapes else b
-        for b in blocks(module, units)
-    ]
-
-
-def _note_padded_grid(
-    unit: Unit, shapes: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]
-) -> Callable[..., None]:
-    def note(layer: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        assert unit.rule is not None
-        (x,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        weight = unit.rule(layer, x.detach(), torch.zeros_like(out))["weight"]
-        assert isinstance(weight, Correlation)
-        released = tuple(tuple(range(0, k * d, d)) for k, d in zip(layer.kernel_size, layer.dilation))
-        shapes[unit.parameters["weight"]] = (weight.padded_grid, released)
-
-    return note

@@ -60,8 +60,7 @@ class PrivateMultiheadAttention(nn.Module):
             scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
             weights = self.dropout((scores if mask is None else scores + mask).softmax(-1))
             mixed = weights @ v
-        out = mixed.transpose(1, 2).flatten(2)
-        out = self.out_proj(out)
+        out = self.out_proj(mixed.transpose(1, 2).flatten(2))
         if not self.batch_first:
             out = out.transpose(0, 1)
         if not need_weights:
@@ -94,22 +93,17 @@ class PrivateMultiheadAttention(nn.Module):
             stock.kdim,
             stock.vdim,
             stock.batch_first,
-        )
-        projections = (new.q_proj, new.k_proj, new.v_proj)
-        packed = stock.in_proj_weight
-        if packed is not None:
-            pieces = [(packed, piece) for piece in packed.chunk(3)]
+        ).to(stock.out_proj.weight)
+        if stock.in_proj_weight is not None:
+            weights = stock.in_proj_weight.chunk(3)
         else:
-            pieces = [(w, w) for w in (stock.q_proj_weight, stock.k_proj_weight, stock.v_proj_weight)]
-        pairs: list[tuple[Tensor, Tensor, Tensor]] = [
-            (layer.weight, *piece) for layer, piece in zip(projections, pieces)
-        ]
-        pairs.append((new.out_proj.weight, stock.out_proj.weight, stock.out_proj.weight))
-        if stock.in_proj_bias is not None:
-            chunks = stock.in_proj_bias.chunk(3)
-            pairs += [(layer.bias, stock.in_proj_bias, bias) for layer, bias in zip(projections, chunks)]
-            pairs.append((new.out_proj.bias, stock.out_proj.bias, stock.out_proj.bias))
+            weights = (stock.q_proj_weight, stock.k_proj_weight, stock.v_proj_weight)
+        biases = (None,) * 3 if stock.in_proj_bias is None else stock.in_proj_bias.chunk(3)
+        layers = (new.q_proj, new.k_proj, new.v_proj, new.out_proj)
+        sources = zip((*weights, stock.out_proj.weight), (*biases, stock.out_proj.bias))
         with torch.no_grad():
-            for target, source, values in pairs:
-                target.copy_(values).requires_grad_(source.requires_grad)
-        return new.to(stock.out_proj.weight).train(stock.training)
+            for layer, (weight, bias) in zip(layers, sources):
+                layer.weight.copy_(weight).requires_grad_(weight.requires_grad)
+                if bias is not None:
+                    layer.bias.copy_(bias).requires_grad_(bias.requires_grad)
+        return new.train(stock.training)

@@ -74,30 +74,16 @@ class BlockCirculantLinear(nn.Module):
         weights would otherwise shrink a fresh layer by √d. A circulant weight is kept exactly.
         """
         weight = linear.weight
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            block,
-            linear.bias is not None,
-            weight.device,
-            weight.dtype,
+        sizes = (linear.in_features, linear.out_features, block, linear.bias is not None)
+        layer = cls(*sizes, weight.device, weight.dtype)
+        with torch.enable_grad():
+            dense = layer.to_dense()
+        # The gradient of a linear map is its transpose: here the sum over each wrapped diagonal.
+        sums, counts = (
+            torch.autograd.grad(dense, layer.weight, values, retain_graph=True)[0]
+            for values in (weight.detach(), torch.ones_like(weight))
         )
-        p, q, d = layer.weight.shape
         with torch.no_grad():
-            padded = weight.new_zeros(p * d, q * d)
-            present = torch.zeros_like(padded)
-            padded[: linear.out_features, : linear.in_features] = weight
-            present[: linear.out_features, : linear.in_features] = 1
-            rows = torch.arange(d, device=weight.device)
-            shift = (rows[:, None] - rows[None, :]) % d
-            sums, counts = (
-                torch.zeros_like(layer.weight).index_add_(
-                    2,
-                    shift.flatten(),
-                    m.view(p, d, q, d).permute(0, 2, 1, 3).reshape(p, q, d * d),
-                )
-                for m in (padded, present)
-            )
             layer.weight.copy_(sums / counts.clamp(min=1))
             layer.weight.mul_(weight.norm() / layer.to_dense().norm().clamp(min=1e-30))
             layer.weight.requires_grad_(weight.requires_grad)

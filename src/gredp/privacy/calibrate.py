@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from gredp.errors import GredpError, choose
 from gredp.privacy.accountant import ACCOUNTANTS, AccountantName, check_delta, epsilon
@@ -67,28 +68,23 @@ def least_multiplier(
     if not 0 < target < math.inf:
         raise GredpError(f"the target epsilon must be a positive number, not {target}")
 
+    @cache
     def ratio(log_z: float) -> float:
         """log(ε/target): not above 0 on the private side, nearly straight in log z."""
         eps = epsilon_of(math.exp(log_z))
         return math.log(max(eps, 1e-300) / target) if eps < math.inf else math.inf
 
-    low = high = min(max(math.log(start), math.log(SMALLEST)), math.log(LARGEST))
-    f_low = f_high = ratio(low)
-    while f_high > 0:
-        if high >= math.log(LARGEST):
+    least, most = math.log(SMALLEST), math.log(LARGEST)
+    low = high = min(max(math.log(start), least), most)
+    while ratio(high) > 0:
+        if high >= most:
             return None
-        low, f_low = high, f_high
-        high = min(high + stride, math.log(LARGEST))
-        stride *= 2
-        f_high = ratio(high)
-    while f_low <= 0:
-        if low <= math.log(SMALLEST):
+        low, high, stride = high, min(high + stride, most), 2 * stride
+    while ratio(low) <= 0:
+        if low <= least:
             return SMALLEST
-        high, f_high = low, f_low
-        low = max(low - stride, math.log(SMALLEST))
-        stride *= 2
-        f_low = ratio(low)
-    moved = 0.0
+        low, high, stride = max(low - stride, least), low, 2 * stride
+    f_low, f_high, moved = ratio(low), ratio(high), 0.0
     while high - low > tolerance * (1 + 1e-9):
         share = f_low / (f_low - f_high) if math.isfinite(f_low) else 0.5
         # Within a tolerance of one end, the next look goes just across the root; else a little to the

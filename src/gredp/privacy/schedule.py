@@ -1,9 +1,10 @@
 """Noise that changes over a run by a public function of the step, in stages within which it is the same."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import index
 
 from gredp.errors import GredpError
@@ -59,11 +60,8 @@ class NoiseSchedule:
 
     def stage(self, step: int) -> int:
         """The number of the stage that has the step with this number, both counted from 0."""
-        for number, (steps, _) in enumerate(self.stages):
-            if step < steps:
-                return number
-            step -= steps
-        return len(self.stages) - 1
+        ends = list(accumulate(steps for steps, _ in self.stages))
+        return min(bisect_right(ends, step), len(ends) - 1)
 
     def entries(self, noise_multiplier: float, sample_rate: float, steps: int) -> list[Entry]:
         """What `steps` steps will be charged at the run's multiplier."""

@@ -112,22 +112,13 @@ class Correlation(PerSampleGradient):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         if self.batch == 0:
             return self.x.new_zeros(self.shape)
-        scaled = self.scaled(factors)
         plain = self.mode == "constant" and self.pads[::2] == self.pads[1::2]
-        padding = list(self.pads[::-2]) if plain else [0] * len(self.kernel)
-        return torch.ops.aten.convolution_backward(
-            scaled,
-            self.x if plain else self.padded,
-            self.x.new_empty(()).expand(self.shape),
-            None,
-            list(self.stride),
-            padding,
-            list(self.dilation),
-            False,
-            [0] * len(self.kernel),
-            self.groups,
-            [False, True, False],
-        )[1]
+        x, weight = self.x if plain else self.padded, self.x.new_empty(()).expand(self.shape)
+        zeros = [0] * len(self.kernel)
+        padding = list(self.pads[::-2]) if plain else zeros
+        geometry = (list(self.stride), padding, list(self.dilation), False, zeros, self.groups)
+        backward = torch.ops.aten.convolution_backward
+        return backward(self.scaled(factors), x, weight, None, *geometry, [False, True, False])[1]
 
     def scaled(self, factors: Tensor) -> Tensor:
         """Output gradients times their record's factor."""
