@@ -6,9 +6,8 @@ python benchmarks/audit_null.py --out results/audit_null.json
 import sys
 from pathlib import Path
 
-from gredp.audit.bounds import Claim
 from gredp.audit.game import audit
-from gredp.audit.victims import EngineStep, claimed_entry
+from gredp.audit.victims import EngineStep
 from gredp.storage.record import header, save
 
 AUDITS, ALPHA, PLAYS, GRIDS = 1000, 0.2, 40, ((15,),)
@@ -18,7 +17,7 @@ DIRECTIONS = ("sinusoid", "random", "quietest")
 def main() -> None:
     out = Path(sys.argv[sys.argv.index("--out") + 1]) if "--out" in sys.argv else Path("runs/audit_null.json")
     victim = EngineStep({"method": "dpsgd"}, 0.5, grids=GRIDS)
-    claim = Claim((claimed_entry(victim.entry, "proven"),))
+    claim = victim.claim("proven")
     alarms = 0
     for _ in range(AUDITS):
         alarms += audit(victim, GRIDS, claim, plays=PLAYS, alpha=ALPHA, only=DIRECTIONS).refuted

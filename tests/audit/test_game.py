@@ -14,7 +14,7 @@ from gredp.audit.canaries import directions, quietest
 from gredp.audit.examples import Effort
 from gredp.audit.game import audit
 from gredp.audit.one_run import one_run
-from gredp.audit.victims import GRIDS, EngineRun, EngineStep, EngineTurn, LinearLoss, claimed_entry
+from gredp.audit.victims import GRIDS, EngineRun, EngineStep, EngineTurn, LinearLoss
 from gredp.privacy.ledger import Entry
 from planted import bugs
 from planted.selftest import SELF_TEST
@@ -76,10 +76,10 @@ def test_the_sampler_decides_whether_the_canary_takes_part():
 
 def test_the_claim_is_what_the_ledger_was_charged():
     victim = EngineStep({"method": "gredp", "claim": "paper", "clipping": "flat"}, 0.5)
-    assert claimed_entry(victim.entry, "paper").noise_multiplier == 0.5
-    assert claimed_entry(victim.entry, "proven").noise_multiplier == pytest.approx(0.5 / math.sqrt(2))
+    assert victim.claim("paper").entries[0].noise_multiplier == 0.5
+    assert victim.claim("proven").entries[0].noise_multiplier == pytest.approx(0.5 / math.sqrt(2))
     with pytest.raises(GredpError, match="no claim"):
-        claimed_entry(EngineStep({"method": "gredp", "noise": "shaped"}, 0.5).entry, "paper")
+        EngineStep({"method": "gredp", "noise": "shaped"}, 0.5).claim("paper")
 
 
 def test_an_honest_step_stands_and_a_false_claim_falls():
@@ -108,8 +108,8 @@ def test_a_claim_of_the_paper_falls_and_the_proven_one_stands(noise):
     options = {"method": "gredp", "noise": noise, "claim": "paper", "clipping": "flat"}
     victim = EngineStep(options, 0.5, seed=3)
     settings = {"plays": 400, "only": ("odd pair",), "seed": 3}
-    assert audit(victim, GRIDS, Claim((claimed_entry(victim.entry, "paper"),)), **settings).refuted
-    proven = Claim((claimed_entry(victim.entry, "proven"),))
+    assert audit(victim, GRIDS, victim.claim("paper"), **settings).refuted
+    proven = victim.claim("proven")
     assert not audit(victim, GRIDS, proven, alpha=1e-7, **settings).refuted
 
 
@@ -119,7 +119,7 @@ def test_correlated_noise_is_worth_its_claim_and_not_much_more(noise):
     """All releases of a turn, best combined: what is proven stands, and twice the noise falls."""
     options = {"method": "gredp", "noise": noise, "correlation_bands": 3}
     victim = EngineTurn(options, 0.5, grids=((8,),), seed=3)
-    proven = claimed_entry(victim.entry, "proven")
+    (proven,) = victim.claim("proven").entries
     assert (proven.noise_multiplier, proven.sample_rate, proven.steps) == (pytest.approx(0.5), 1.0, 1)
     settings = {"plays": 300, "only": ("sinusoid",), "seed": 3, "alpha": 1e-6}
     assert not audit(victim, ((8,),), Claim((proven,)), **settings).refuted

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp.adapters.budget import Budget, refuse_private_metric
-from gredp.audit.bounds import Claim
 from gredp.audit.canaries import Grid
 from gredp.audit.examples import Effort, Verdict, verdict
-from gredp.audit.victims import EngineStep, claimed_entry
+from gredp.audit.victims import EngineStep
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.privacy import ledger as ledger_
@@ -44,7 +43,7 @@ def game(
 ) -> Verdict:
     """The game against one step of the engine, held to what its own ledger was charged."""
     victim = EngineStep(options, noise_multiplier, grids=grids, seed=effort.seed)
-    return verdict(effort, victim, grids, Claim((claimed_entry(victim.entry, "proven"),)), only, others)
+    return verdict(effort, victim, grids, victim.claim("proven"), only, others)
 
 
 # ------------------------------------------------------------------ exact checks

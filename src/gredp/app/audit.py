@@ -1,4 +1,4 @@
-"""`gredp audit`: what it is told, what it plays, what it prints, and how it ends. No torch until it plays."""
+"""`gredp audit`: its settings, what it plays and prints, and its exit status. No torch until it plays."""
 
 import math
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -14,10 +14,13 @@ from gredp.errors import GredpError
 from gredp.mechanisms import Claim, MethodName, NoiseName, mechanism
 from gredp.privacy.accountant import check_delta, round_up
 
+if TYPE_CHECKING:
+    from gredp.app.audit_cases import Case
+
 REFUTED, UNEXPECTED = 3, 1
 MEANING = """\
-"refuted" is wrong with probability at most {alpha:g}; "not refuted" says that these
-attacks with so many plays found no contradiction, and is no proof."""
+"refuted" is wrong with probability at most {alpha:g}; "not refuted" means that these
+attacks, with this many plays, found no contradiction. It is no proof."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,13 @@ class AuditSettings:
     clipping: str | None = None
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2, its default under --claim paper)"""
     all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """every method, and every claim of the paper: the proven must stand, the paper's must fall"""
+    """every method, and every claim of the paper: proven claims must stand, the paper's must fall"""
     self_test: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """play steps with known bugs and show that each is caught"""
+    """play steps with known bugs; each must be caught"""
     one_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """one training of a real network with many canaries: an alarm for gross errors only"""
     run: str | None = None
-    """folder of a run of `gredp train`: audits its method and adds the result to its record"""
+    """run folder of `gredp train`: audit its method and add the result to its record"""
     target: str | None = None
     """module:function of your own step: [n, d] gradients in, the d released numbers out (docs/audit.md)"""
     dimension: int = 16
@@ -50,7 +53,7 @@ class AuditSettings:
     """steps of a run; more than one, or a rate below 1, plays whole runs"""
     sample_rate: float = 1.0
     plays: int | None = None
-    """plays that count, in each world and direction; a third as many come before to fix thresholds"""
+    """plays that count, in each world and direction; a third as many, played first, fix the thresholds"""
     alpha: float = 0.01
     """chance of a false alarm of the whole command"""
     delta: float = 1e-5
@@ -63,52 +66,54 @@ class AuditSettings:
     """print one JSON object instead of a table"""
 
     def check(self) -> None:
-        """Refuse what can be refused without playing."""
+        """Reject what can be rejected without playing."""
         modes = [self.all, self.self_test, self.one_run, self.run is not None, self.target is not None]
-        if sum(modes) > 1:
-            raise GredpError("give one of --all, --self-test, --one-run, --run and --target")
+        sigma = 1.0 if self.sigma is None else self.sigma
+        for wrong, message in (
+            (sum(modes) > 1, "give one of --all, --self-test, --one-run, --run and --target"),
+            (not 0 < self.alpha < 1, f"--alpha must lie strictly between 0 and 1, not {self.alpha}"),
+            (self.plays is not None and self.plays < 20, f"--plays must be at least 20, not {self.plays}"),
+            (not 0 < sigma < math.inf, f"--sigma must be a positive number, not {sigma}"),
+            (
+                self.target is not None and self.sigma is None,
+                "--target needs --sigma: the noise multiplier that it claims",
+            ),
+            (self.dimension < 3, f"--dimension must be at least 3, not {self.dimension}"),
+            (not self.clip_norm > 0, f"--clip-norm must be above 0, not {self.clip_norm}"),
+            (self.steps < 1, f"--steps must be at least 1, not {self.steps}"),
+            (
+                not 0 < self.sample_rate <= 1,
+                f"--sample-rate must be above 0 and at most 1, not {self.sample_rate}",
+            ),
+            (
+                self.figure is not None and Path(self.figure).suffix not in (".svg", ".png", ".pdf"),
+                f"--figure must end in .svg, .png or .pdf, not {self.figure}",
+            ),
+        ):
+            if wrong:
+                raise GredpError(message)
         check_delta(self.delta)
-        if not 0 < self.alpha < 1:
-            raise GredpError(f"--alpha must lie strictly between 0 and 1, not {self.alpha}")
-        if self.plays is not None and self.plays < 20:
-            raise GredpError(f"--plays must be at least 20, not {self.plays}")
-        if self.sigma is not None and not (self.sigma > 0 and math.isfinite(self.sigma)):
-            raise GredpError(f"--sigma must be a positive number, not {self.sigma}")
-        if self.target is not None and self.sigma is None:
-            raise GredpError("--target needs --sigma: the noise multiplier that it claims")
-        if self.dimension < 3 or not self.clip_norm > 0:
-            raise GredpError(
-                "--dimension must be at least 3 and --clip-norm above 0, "
-                f"not {self.dimension} and {self.clip_norm}"
-            )
-        if self.steps < 1 or not 0 < self.sample_rate <= 1:
-            raise GredpError(
-                "--steps must be at least 1 and --sample-rate above 0 and at most 1, "
-                f"not {self.steps} and {self.sample_rate}"
-            )
-        if self.figure is not None and Path(self.figure).suffix not in (".svg", ".png", ".pdf"):
-            raise GredpError(f"--figure must end in .svg, .png or .pdf, not {self.figure}")
-        for path in (self.figure, self.out):
-            if path is not None and not (
-                Path(path).parent.is_dir() and os.access(Path(path).parent, os.W_OK)
-            ):
-                raise GredpError(f"{path} cannot be written: its folder is not there or is read-only")
+        for folder in (Path(path).parent for path in (self.figure, self.out) if path is not None):
+            if not (folder.is_dir() and os.access(folder, os.W_OK)):
+                raise GredpError(f"{folder} cannot be written to: name a folder that exists and is writable")
         mechanism(self.method, self.noise, self.claim, self.clipping)
 
 
 def run_audit(settings: AuditSettings) -> int:
     """Play, show, record; the exit status: 0 not refuted, 3 refuted."""
+    from gredp.storage.record import dumps, header, save
+
     settings.check()
     with _progress(settings.json) as progress:
         rows, status = _play(settings, progress)
-    from gredp.storage.record import dumps, header, save
-
+    head = header()
     key = "self_test" if settings.self_test else "rows"
-    record = {**header(), "kind": "audit", "alpha": settings.alpha, "delta": settings.delta, key: rows}
+    record = {**head, "kind": "audit", "alpha": settings.alpha, "delta": settings.delta, key: rows}
     if settings.out is not None:
         save(Path(settings.out), record)
     if settings.run is not None:
-        _add_to_record(Path(settings.run), rows[0])
+        origin = {key: head[key] for key in ("created", "command", "versions")}
+        save(Path(settings.run) / "record.json", _read_record(settings.run) | {"audit": origin | rows[0]})
     if settings.figure is not None and not settings.self_test:
         from gredp.app.audit_figure import draw
 
@@ -120,43 +125,34 @@ def run_audit(settings: AuditSettings) -> int:
     return status
 
 
+Row = dict[str, Any]
 Progress = Callable[[str, int], None]
 
 
-def _play(settings: AuditSettings, progress: Progress) -> tuple[list[dict[str, Any]], int]:
-    from gredp.app.audit_cases import CASES, Case, method, run_all, run_case
-    from gredp.audit.examples import BROKEN, SIGMA, self_test
+def _play(settings: AuditSettings, progress: Progress) -> tuple[list[Row], int]:
+    from gredp.app.audit_cases import CASES, run_all, run_case
+    from gredp.audit.examples import BROKEN, self_test
 
+    rows = []
     if settings.self_test:
-        rows = []
         for row in self_test():
             rows.append(row)
             progress(row["bug"], len(BROKEN))
         return rows, 0 if all(row["caught"] for row in rows) else REFUTED
+    effort = settings.alpha, settings.plays, settings.delta
     if settings.all:
-        rows = run_all(
-            settings.alpha, settings.plays, settings.delta, lambda name: progress(name, len(CASES))
-        )
-        verdicts = {row["claim"]: [r["refuted"] for r in rows if r["claim"] == row["claim"]] for row in rows}
-        if any(verdicts["proven"]):
+        rows = run_all(*effort, lambda name: progress(name, len(CASES)))
+        if any(row["refuted"] for row in rows if row["claim"] == "proven"):
             return rows, REFUTED
-        return rows, 0 if all(verdicts["paper"]) else UNEXPECTED
+        return rows, 0 if all(row["refuted"] for row in rows if row["claim"] == "paper") else UNEXPECTED
     if settings.target is not None:
         row = _play_target(settings, progress)
-        return [row], REFUTED if row["refuted"] else 0
-    if settings.run is not None:
-        case = _case_of_run(Path(settings.run))
     else:
-        sigma = settings.sigma or (8.0 if settings.one_run else SIGMA)
-        options = method(settings.method, settings.noise, settings.clipping, claim=settings.claim)
-        steps = 4 if settings.one_run else settings.steps
-        name = f"{settings.method}, {settings.noise} noise"
-        case = Case(name, options, settings.claim, steps, settings.sample_rate, sigma, settings.one_run)
-    row = run_case(case, settings.alpha, settings.plays, settings.delta, tick=progress)
+        row = run_case(_case(settings), *effort, tick=progress)
     return [row], REFUTED if row["refuted"] else 0
 
 
-def _play_target(settings: AuditSettings, progress: Progress) -> dict[str, Any]:
+def _play_target(settings: AuditSettings, progress: Progress) -> Row:
     from gredp.app.audit_cases import PLAYS
     from gredp.audit.bounds import Claim
     from gredp.audit.game import audit
@@ -165,12 +161,10 @@ def _play_target(settings: AuditSettings, progress: Progress) -> dict[str, Any]:
 
     assert settings.target is not None
     assert settings.sigma is not None
-    target = load_target(settings.target)
-    claim = Claim((Entry(settings.sigma, 1.0, 1),))
     found = audit(
-        target,
+        load_target(settings.target),
         ((settings.dimension,),),
-        claim,
+        Claim((Entry(settings.sigma, 1.0, 1),)),
         clip_norm=settings.clip_norm,
         plays=settings.plays or PLAYS,
         alpha=settings.alpha,
@@ -181,42 +175,43 @@ def _play_target(settings: AuditSettings, progress: Progress) -> dict[str, Any]:
     return {**head, "proven_epsilon": None, **found.to_json()}
 
 
-def _case_of_run(folder: Path) -> Any:
-    """The method of a run, at the noise at which few plays tell most: z is linear in σ."""
+def _case(settings: AuditSettings) -> "Case":
+    """The method on the command line, or that of a run."""
     from gredp.app.audit_cases import Case, method
+    from gredp.audit.examples import SIGMA
+
+    if settings.run is None:
+        return Case(
+            f"{settings.method}, {settings.noise} noise",
+            method(settings.method, settings.noise, settings.clipping),
+            settings.claim,
+            4 if settings.one_run else settings.steps,
+            settings.sample_rate,
+            settings.sigma or (8.0 if settings.one_run else SIGMA),
+            settings.one_run,
+        )
     from gredp.app.settings import TrainSettings, current_names
 
-    record = _read_record(folder)
+    record = _read_record(settings.run)
     try:
-        settings = TrainSettings(**current_names(record["settings"]))
+        trained = TrainSettings(**current_names(record["settings"]))
     except TypeError as error:
-        raise GredpError(f"the record of {folder} is not of this version of gredp: {error}") from None
+        raise GredpError(f"the record of {settings.run} is not of this version of gredp: {error}") from None
+    bands = record["guarantee"].get("correlation_bands", 1)
     options = method(
-        settings.method,
-        settings.noise,
-        settings.clipping,
-        claim=settings.claim,
-        correlation_bands=record["guarantee"].get("correlation_bands", 1),
-        **settings.options(),
+        trained.method, trained.noise, trained.clipping, claim=trained.claim, correlation_bands=bands
     )
-    return Case(f"the method of {folder.name}", options, "proven")
+    # At the noise at which few plays prove most: z is linear in σ.
+    return Case(f"the method of {Path(settings.run).name}", options | trained.options(), "proven")
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def _read_record(run: str) -> dict[str, Any]:
     from gredp.storage.record import load
 
-    record = load(folder)
+    record = load(Path(run))
     if not isinstance(record.get("settings"), dict):
-        raise GredpError(f"{folder} holds no record of a run")
+        raise GredpError(f"{run} holds no record of a run")
     return record
-
-
-def _add_to_record(folder: Path, row: dict[str, Any]) -> None:
-    from gredp.storage.record import header, save
-
-    record = _read_record(folder)
-    record["audit"] = {key: header()[key] for key in ("created", "command", "versions")} | row
-    save(folder / "record.json", record)
 
 
 # ------------------------------------------------------------------ what a person sees
@@ -264,13 +259,9 @@ def _show(rows: list[dict[str, Any]], alpha: float) -> None:
 def _show_self_test(rows: list[dict[str, Any]]) -> None:
     from gredp.app.console import table
 
-    shown = [
-        (
-            row["bug"],
-            row["check"] if row["caught"] else "NOT CAUGHT",
-            row["says"] or row["false_alarm"] or "–",
-        )
-        for row in rows
-    ]
+    shown = []
+    for row in rows:
+        by, says = row["check"] if row["caught"] else "NOT CAUGHT", row["says"] or row["false_alarm"] or "–"
+        shown.append((row["bug"], by, says))
     table("planted bugs", shown, ("bug", "caught by", "which says"))
     print(f"{sum(row['caught'] for row in rows)} of {len(rows)} caught")

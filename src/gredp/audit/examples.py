@@ -21,14 +21,18 @@ SIGMA = 0.5
 EXPECTED = 4
 
 
-def _clipped(gradients: Floats) -> Floats:
-    return gradients / np.maximum(np.linalg.norm(gradients, axis=1, keepdims=True), 1)
+def _clipped_sum(gradients: Floats) -> Floats:
+    norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+    return np.asarray((gradients / np.maximum(norms, 1)).sum(0))
+
+
+def _noised(total: Floats, deviation: float = SIGMA) -> Floats:
+    return total + deviation * np.random.default_rng().standard_normal(len(total))
 
 
 def honest_step(gradients: Floats) -> Floats:
     """DP-SGD, for comparison: the auditor must let it pass."""
-    total = _clipped(gradients).sum(0)
-    return total + SIGMA * np.random.default_rng().standard_normal(len(total))
+    return _noised(_clipped_sum(gradients))
 
 
 def reference_spectral_dp(gradients: Floats) -> Floats:
@@ -39,8 +43,8 @@ def reference_spectral_dp(gradients: Floats) -> Floats:
     rng, n = np.random.default_rng(), gradients.shape[1]
     total = np.zeros(n, dtype=complex)
     kept = n // 2
-    for row in _clipped(gradients / EXPECTED):
-        part = np.fft.fft(row, norm="ortho")
+    for row in gradients / EXPECTED:
+        part = np.fft.fft(_clipped_sum(row[None]), norm="ortho")
         part[kept:] = 0
         noise_: Any = rng.standard_normal(n) + 1j * rng.standard_normal(n)
         noise_[kept - 1 :] = 0
@@ -49,13 +53,11 @@ def reference_spectral_dp(gradients: Floats) -> Floats:
 
 
 def variance_for_deviation(gradients: Floats) -> Floats:
-    total = _clipped(gradients).sum(0)
-    return total + SIGMA**2 * np.random.default_rng().standard_normal(len(total))
+    return _noised(_clipped_sum(gradients), SIGMA**2)
 
 
 def clip_of_each_coordinate(gradients: Floats) -> Floats:
-    total = np.clip(gradients, -1, 1).sum(0)
-    return total + SIGMA * np.random.default_rng().standard_normal(len(total))
+    return _noised(np.clip(gradients, -1, 1).sum(0))
 
 
 def clip_of_each_view(gradients: Floats) -> Floats:
@@ -70,8 +72,7 @@ def clip_of_each_layer_to_the_full_norm(gradients: Floats) -> Floats:
 
 def noise_before_the_clip(gradients: Floats) -> Floats:
     """Noise that is clipped with its record shrinks with it: the longer the record, the less is left."""
-    noise_ = SIGMA * np.random.default_rng().standard_normal(gradients.shape)
-    return _clipped(gradients + noise_).sum(0)
+    return _clipped_sum(gradients + SIGMA * np.random.default_rng().standard_normal(gradients.shape))
 
 
 #: the broken ones, each with the number of other records in its game

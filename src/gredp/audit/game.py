@@ -1,4 +1,4 @@
-"""The game: was the canary in the data? Played many times against the same code, then judged.
+"""The game: was the canary in the data? Played many times against the same code, then decided.
 
 Each play gives a `Mechanism` the gradients of all records and gets what it releases. Some plays fix
 directions and thresholds, the others are counted; α is shared out over the directions (Bonferroni).
@@ -11,15 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gredp.audit.bounds import (
-    Claim,
-    Floats,
-    best_threshold,
-    epsilon_lower,
-    excess,
-    multiplier_upper,
-    rates,
-)
+from gredp.audit import bounds
+from gredp.audit.bounds import Claim, Floats, Rates
 from gredp.audit.canaries import LENGTH, Grid, directions, quietest
 from gredp.errors import GredpError
 
@@ -37,8 +30,7 @@ class Attack:
     without: Floats = field(repr=False)
     with_: Floats = field(repr=False)
     threshold: float
-    false_positive: float
-    false_negative: float
+    rates: Rates
     multiplier_upper: float
     epsilon_lower: float
     refuted: bool
@@ -81,8 +73,8 @@ class Finding:
             "histogram": _histogram(best),
             "directions": {
                 a.direction: {
-                    "false_positive_upper": a.false_positive,
-                    "false_negative_upper": a.false_negative,
+                    "false_positive_upper": float(a.rates.false_positive),
+                    "false_negative_upper": float(a.rates.false_negative),
                     "epsilon_lower": a.epsilon_lower,
                 }
                 for a in self.attacks
@@ -105,11 +97,26 @@ def audit(
     first_hit: bool = False,
     tick: Tick | None = None,
 ) -> Finding:
-    """Play against `mechanism` and hold the outcome against `claim`.
+    """Play against `mechanism` and test whether the outcome refutes `claim`.
 
-    `plays` count in each world and direction, a third as many come before to fix thresholds. `others` are
-    records without gradient that are in both worlds. `only` names directions; `first_hit` stops at the
-    first refutation, which leaves the chance of a false one as it is.
+    Args:
+        mechanism: `[n, d]` gradients of n records, n may be 0 → `[d]` released numbers.
+        grids: Fourier grid of each block of the d coordinates; `((d,),)` for one block.
+        claim: what the mechanism is said to be.
+        clip_norm: the norm to which it clips a record.
+        others: records without gradient that are in both worlds.
+        plays: plays that count, in each world and direction; a third as many, played first, fix thresholds.
+        alpha: chance of refuting a true claim.
+        delta: δ at which ε is reported.
+        seed: of the attacker's choices; drawn if None.
+        only: names of the directions to play; all of them by default.
+        first_hit: stop at the first refutation, which leaves the chance of a false one unchanged.
+        tick: called after every play.
+
+    >>> silent = lambda gradients: gradients.sum(0)  # no clip, no noise
+    >>> found = audit(silent, ((8,),), Claim((bounds.Entry(1.0, 1.0, 1),)), plays=20, only=("random",))
+    >>> found.refuted
+    True
     """
     if not 0 < alpha < 1 or plays < 20:
         raise GredpError(
@@ -138,38 +145,27 @@ def audit(
         unit = quietest(noise[:before]) if unit is None else unit
         canary = LENGTH * clip_norm * unit
         scores = play(name, np.vstack([canary, background])) @ unit
-        attacks.append(_judge(name, noise @ unit, scores, before, claim, share, delta))
+        attacks.append(_attack(name, noise @ unit, scores, before, claim, share, delta))
         if first_hit and attacks[-1].refuted:
             break
     return Finding(claim, tuple(attacks), plays, alpha, delta)
 
 
-def _judge(
+def _attack(
     name: str, without: Floats, with_: Floats, before: int, claim: Claim, alpha: float, delta: float
 ) -> Attack:
+    """Of `[plays]` scores in both worlds, `before` of which fix the threshold."""
     if not (np.isfinite(without).all() and np.isfinite(with_).all()):
         raise GredpError("a play released numbers that are not finite")
-    threshold = best_threshold(without[:before], with_[:before], claim, alpha)
+    threshold = bounds.best_threshold(without[:before], with_[:before], claim, alpha)
     without, with_ = without[before:], with_[before:]
-    found = rates(without, with_, threshold, alpha)
-    most_noise = multiplier_upper(found, claim)
-    return Attack(
-        name,
-        without,
-        with_,
-        threshold,
-        float(found.false_positive),
-        float(found.false_negative),
-        most_noise,
-        epsilon_lower(most_noise, claim, delta),
-        bool(excess(found, claim) > 0),
-    )
+    rates = bounds.rates(without, with_, threshold, alpha)
+    z = bounds.multiplier_upper(rates, claim)
+    lower, refuted = bounds.epsilon_lower(z, claim, delta), bool(bounds.excess(rates, claim) > 0)
+    return Attack(name, without, with_, threshold, rates, z, lower, refuted)
 
 
-def _histogram(attack: Attack) -> dict[str, Any]:
+def _histogram(attack: Attack) -> dict[str, list[float]]:
     edges = np.histogram_bin_edges(np.concatenate([attack.without, attack.with_]), 24)
-    counts = {
-        k: np.histogram(v, edges)[0].tolist()
-        for k, v in (("without", attack.without), ("with", attack.with_))
-    }
-    return {"edges": [round(float(e), 6) for e in edges], **counts}
+    without, with_ = (np.histogram(scores, edges)[0].tolist() for scores in (attack.without, attack.with_))
+    return {"edges": [round(float(e), 6) for e in edges], "without": without, "with": with_}

@@ -55,56 +55,45 @@ def audited_lower_bound(
     delta: float = 1e-5,
     alpha: float = 0.01,
     plays: int = PLAYS,
-    **options: Any,
 ) -> LowerBound:
     """For one row of a table: `steps` of this method at its noise scale `sigma` and rate `sample_rate`.
 
-    `layers` are played as so many blocks; fewer than the network has give a bound that is valid and lower.
+    `layers` are played as that many blocks; fewer than the network has give a bound that is valid and lower.
     The game depends on neither σ, rate nor steps and is played once for all rows that differ in these only.
 
     | case | ε |
     |---|---|
-    | no noise at all (`plain`) | refused: it claims nothing |
-    | the attack tells nothing | 0 |
+    | no noise at all (`plain`) | rejected: it claims nothing |
+    | the attack finds nothing | 0 |
     """
     check_delta(delta)
     if method == "plain":
         raise GredpError("plain training claims no ε: there is nothing to refute")
     if not (sigma > 0 and math.isfinite(sigma)):
         raise GredpError(f"an audit needs a noise scale above 0, not {sigma}")
-    per_sigma, direction = _played(
-        method, noise, claim, clipping, layers, alpha, plays, tuple(sorted(options.items()))
-    )
+    per_sigma, direction = _played(method, noise, claim, clipping, layers, alpha, plays)
     z = per_sigma * sigma
     return LowerBound(optimistic_epsilon(z, sample_rate, steps, delta), z, delta, alpha, plays, direction)
 
 
 @lru_cache(maxsize=64)
 def _played(
-    method: str,
-    noise: str,
-    claim: str,
-    clipping: str | None,
-    layers: int,
-    alpha: float,
-    plays: int,
-    options: tuple[tuple[str, Any], ...],
+    method: str, noise: str, claim: str, clipping: str | None, layers: int, alpha: float, plays: int
 ) -> tuple[float, str]:
     """(the most noise that the attack leaves possible, in units of σ; the direction of the canary)."""
     from gredp.audit.victims import EngineStep
 
-    told = {"method": method, "noise": noise, "claim": claim, "clipping": clipping, **dict(options)}
+    options = {"method": method, "noise": noise, "claim": claim, "clipping": clipping}
     # Where each block has the whole norm, all together move √layers times as far as the noise expects.
     # Unless it grows with them no play errs, and how seldom they might bounds the noise only loosely.
     apart = math.sqrt(layers) if claim == "paper" or clipping == "layer_wise" else 1.0
-    victim = EngineStep(told, SIGMA * apart, grids=((15,), *[(4, 4)] * (layers - 1)))
+    victim = EngineStep(options, SIGMA * apart, grids=((15,), *[(4, 4)] * (layers - 1)))
     # Odd pairs in all blocks at once meet every weakness of the methods but one: shaped noise has a
     # variance for each frequency, so there the canary is a single wave.
     direction = "sinusoid" if noise == "shaped" else "odd pair"
     scale = float(victim.optimizer.sigma)
-    found = audit(
-        victim, victim.grids, Claim((Entry(scale, 1.0, 1),)), plays=plays, alpha=alpha, only=(direction,)
-    )
+    attacked = Claim((Entry(scale, 1.0, 1),))
+    found = audit(victim, victim.grids, attacked, plays=plays, alpha=alpha, only=(direction,))
     return found.best.multiplier_upper / scale, direction
 
 

@@ -92,21 +92,12 @@ def one_run(
         scores += torch.linalg.solve(gram + ridge, gradients @ update).numpy()
     inside, outside = guess(scores, GUESSED)
     right = int(coins[inside].sum() + (~coins[outside]).sum())
-    guesses, proven = len(inside) + len(outside), engine.get_epsilon(delta)
+    counts, proven = (len(x), len(inside) + len(outside), right), engine.get_epsilon(delta)
     claimed = proven if claim == "proven" else engine.get_claimed_epsilon(delta)
     if claimed is None:
         raise GredpError("the paper makes no claim about this method: use --claim proven")
-    return OneRun(
-        len(x),
-        guesses,
-        right,
-        claimed,
-        proven,
-        one_run_epsilon(len(x), guesses, right, delta, alpha),
-        one_run_p_value(len(x), guesses, right, claimed, delta),
-        delta,
-        alpha,
-    )
+    lower, p = one_run_epsilon(*counts, delta, alpha), one_run_p_value(*counts, claimed, delta)
+    return OneRun(*counts, claimed, proven, lower, p, delta, alpha)
 
 
 def _weights(model: nn.Module) -> Tensor:
@@ -121,5 +112,6 @@ def _clipped_gradients(bare: nn.Module, model: nn.Module, x: Tensor, y: Tensor, 
         return F.cross_entropy(torch.func.functional_call(bare, parameters, (a[None],)), b[None])
 
     found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(values, x, y)
-    rows = torch.cat([g.flatten(1) for g in found.values()], 1).double()
-    return rows * (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)
+    rows: Tensor = torch.cat([g.flatten(1) for g in found.values()], 1).double()
+    factors: Tensor = (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)
+    return rows * factors

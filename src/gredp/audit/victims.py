@@ -1,4 +1,4 @@
-"""What the game is played against: our engine, for one step or a whole run, or a function of a user's."""
+"""What the game is played against: our engine, for one step or a whole run, or a user's function."""
 
 import copy
 import importlib
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gredp.audit.bounds import Floats
+from gredp.audit.bounds import Claim, Floats
 from gredp.audit.canaries import Grid
 from gredp.audit.game import Mechanism
 from gredp.engine import PrivacyEngine
@@ -47,7 +47,7 @@ class LinearLoss(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         total = x.new_zeros(len(x))
-        parts = x.split([math.prod(grid) for grid in self.grids], 1)
+        parts = torch.split(x, [math.prod(grid) for grid in self.grids], 1)
         for layer, grid, part in zip(self.layers, self.grids, parts):
             if isinstance(layer, SpectralConv2d):
                 part = part.view(-1, 1, *grid)
@@ -60,7 +60,7 @@ class LinearLoss(nn.Module):
 class EngineStep:
     """One step of a private optimizer on a batch that holds every record; weights start at zero each time.
 
-    `entry` is what the ledger was charged for a step: the claim comes from there, not from the request.
+    `entry` is what the ledger was charged for a step: the claim comes from it, not from the request.
     """
 
     def __init__(
@@ -87,6 +87,14 @@ class EngineStep:
     def dimension(self) -> int:
         return sum(math.prod(grid) for grid in self.grids)
 
+    def claim(self, whose: str) -> Claim:
+        """Of the charged steps: the proven multiplier, or the σ that the paper takes for it."""
+        (entry,) = mechanisms([self.entry])
+        z = entry.noise_multiplier if whose == "proven" else entry.claimed_multiplier
+        if z is None:
+            raise GredpError("the paper makes no claim about this method: use --claim proven")
+        return Claim((Entry(z, entry.sample_rate, entry.steps),))
+
     def _private(self, data: Tensor, rate: float) -> tuple[Any, Any, Any, PrivacyEngine]:
         engine = PrivacyEngine()
         model = LinearLoss(self.grids)
@@ -105,17 +113,17 @@ class EngineStep:
     def __call__(self, gradients: Floats) -> Floats:
         _zero(self.model)
         step = self.optimizer.private_step
-        held = copy.deepcopy(step.learned_shape)
+        before = copy.deepcopy(step.learned_shape)
         _train(self.model, self.optimizer, torch.from_numpy(gradients).float())
-        step.learned_shape = held
+        step.learned_shape = before
         return _moved(self.model, self.optimizer)
 
 
 class EngineTurn(EngineStep):
     """Noise correlated over b steps: the b steps over which a record that takes part in the first one counts.
 
-    What is given back is what the best attacker makes of all their releases: Σ_i c_i (C y)_i, in which the
-    record is back to its length and the noise is that of one step.
+    It returns what the best attacker makes of all their releases: Σ_i c_i (C y)_i, in which the record is
+    back to its length and the noise is that of one step.
     """
 
     def __init__(self, options: dict[str, Any], noise_multiplier: float, **rest: Any) -> None:
@@ -141,7 +149,7 @@ class EngineTurn(EngineStep):
 
 
 class EngineRun(EngineStep):
-    """A whole run over the data set of these records: engine, Poisson sampler, optimizer, all new."""
+    """A whole run over the dataset of these records: engine, Poisson sampler, optimizer, all new."""
 
     def __init__(
         self, options: dict[str, Any], noise_multiplier: float, steps: int, rate: float, **rest: Any
@@ -174,18 +182,8 @@ def _train(model: Any, optimizer: Any, x: Tensor) -> None:
 
 def _moved(model: nn.Module, optimizer: Any) -> Floats:
     """What the weights tell of the summed gradients: SGD with rate 1 from zero."""
-    moved = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return -moved.double().numpy() * optimizer.expected_batch_size
-
-
-def claimed_entry(entry: Entry, claim: str) -> Entry:
-    """The ledger's proven multiplier, or the σ that the paper takes for it."""
-    (entry,) = mechanisms([entry])
-    if claim == "proven":
-        return Entry(entry.noise_multiplier, entry.sample_rate, entry.steps)
-    if entry.claimed_multiplier is None:
-        raise GredpError("the paper makes no claim about this method: use --claim proven")
-    return Entry(entry.claimed_multiplier, entry.sample_rate, entry.steps)
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]).double().numpy()
+    return np.asarray(-moved * optimizer.expected_batch_size)
 
 
 def load_target(name: str) -> Mechanism:

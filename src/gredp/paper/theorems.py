@@ -111,7 +111,7 @@ def own_mirrors(grid: Grid) -> list[int]:
 def exact_covariance(grid: Grid, a: float, b: float) -> Floats:
     """`[n, n]` of docs/theory.md section 2, in units of S²σ²."""
     unit = np.eye(math.prod(grid))
-    return np.asarray(((a * a + b * b) * unit + (a * a - b * b) * unit[mirrored(grid)]) / 2)
+    return ((a * a + b * b) * unit + (a * a - b * b) * unit[mirrored(grid)]) / 2
 
 
 def axes(grid: Grid) -> tuple[Floats, Floats]:
@@ -128,7 +128,8 @@ def axes(grid: Grid) -> tuple[Floats, Floats]:
 def variance_p_values(noise: Floats, variances: Floats) -> Floats:
     """`[d]`: of each column of `[trials, d]` independent normal numbers, two-sided, exact."""
     scaled = (noise**2).sum(0) / variances
-    return 2 * np.minimum(stats.chi2.cdf(scaled, len(noise)), stats.chi2.sf(scaled, len(noise)))
+    tails = np.minimum(stats.chi2.cdf(scaled, len(noise)), stats.chi2.sf(scaled, len(noise)))
+    return np.asarray(2 * tails)
 
 
 def covariance_p_value(noise: Floats, covariance: Floats, bases: Sequence[Floats]) -> float:
