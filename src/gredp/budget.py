@@ -9,7 +9,7 @@ from gredp.guarantee import Guarantee
 from gredp.mechanisms import mechanism
 from gredp.mechanisms.banded import check_bands
 from gredp.mechanisms.registry import noise_scale
-from gredp.privacy.accountant import AccountantName, check_delta, refuse_large_delta
+from gredp.privacy.accountant import AccountantName, check_delta, reject_large_delta
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Block
 from gredp.privacy.ledger import Entry
@@ -109,7 +109,7 @@ def quote(
     if method == "plain":
         sigma = 0.0
     else:
-        refuse_large_delta(delta, records, allow_large_delta)
+        reject_large_delta(delta, records, allow_large_delta)
         noise_scale(1.0, unit, claim)  # refuses a mechanism that releases a direction without noise
     if sigma is None:
         assert target_epsilon is not None

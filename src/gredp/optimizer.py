@@ -195,7 +195,7 @@ class PrivateOptimizer(Optimizer):
         try:
             draw, last = self._draw_of(spectra.batch, inputs)
             if last:
-                self.capture.state.refuse_changes()
+                self.capture.state.reject_changes()
                 if draw is not None and not self.private_step.accumulated:
                     self.capture.reduction.compare()
             with exact(next(iter(self._parameters.values())).device):

@@ -351,12 +351,12 @@ def batch_norm_let_through(patch: Patch) -> None:
 
 def buffers_not_watched(patch: Patch) -> None:
     """No look at what the model holds beside its trained parameters."""
-    patch.setattr(state.HeldState, "_refuse", lambda self, tensors: None)
+    patch.setattr(state.UntrainedState, "_reject", lambda self, tensors: None)
 
 
 def buffers_watched_in_the_forward_only(patch: Patch) -> None:
     """A backward hook, or the loop between two steps, writes what it likes."""
-    patch.setattr(state.HeldState, "refuse_changes", lambda self: None)
+    patch.setattr(state.UntrainedState, "reject_changes", lambda self: None)
 
 
 def coincidences_taken_for_records(patch: Patch) -> None:
@@ -375,7 +375,7 @@ def only_plain_reductions_checked(patch: Patch) -> None:
 
 
 def gradients_outside_their_layer_let_through(patch: Patch) -> None:
-    patch.setattr(capture, "_refuse_raw_gradient", lambda name: lambda grad: None)
+    patch.setattr(capture, "_reject_raw_gradient", lambda name: lambda grad: None)
 
 
 def tied_parameters_counted_once(patch: Patch) -> None:
@@ -764,7 +764,7 @@ def terms_that_cancel_not_counted(patch: Patch) -> None:
 
 def any_delta_certified(patch: Patch) -> None:
     """With δ at one in the records, publishing one of them at random has ε = 0."""
-    patch.setattr(accountant, "refuse_large_delta", lambda *_: None)
+    patch.setattr(accountant, "reject_large_delta", lambda *_: None)
 
 
 def files_that_keep_their_times(patch: Patch) -> None:

@@ -100,7 +100,7 @@ class PrivacyCallback(Callback):
             if result is None:
                 raise GredpError("training_step returned None: a batch that was drawn cannot be left out")
             # Here, since Lightning divides it before the backward, after which it cannot be told.
-            private.capture.reduction.refuse_other([loss_of(result)], records(batch))
+            private.capture.reduction.reject_other([loss_of(result)], records(batch))
             return result
 
         def training_step(batch: Any, batch_idx: int) -> Any:

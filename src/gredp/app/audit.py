@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from gredp.errors import GredpError
-from gredp.mechanisms import Claim, MethodName, NoiseName, mechanism
+from gredp.mechanisms import ClaimName, MethodName, NoiseName, mechanism
 from gredp.privacy.accountant import check_delta, round_up
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class AuditSettings:
 
     method: MethodName = "gredp"
     noise: NoiseName = "white"
-    claim: Claim = "proven"
+    claim: ClaimName = "proven"
     """whose ε is attacked: the proven one, or the paper's for the same noise"""
     clipping: str | None = None
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2, its default under --claim paper)"""

@@ -16,7 +16,7 @@ from gredp.app.known_data import EMBEDDED, fetchable
 from gredp.app.learning_rate import Schedule
 from gredp.app.trackers import TrackerName, check_trackers
 from gredp.errors import GredpError
-from gredp.mechanisms import Claim, MethodName, NoiseName
+from gredp.mechanisms import ClaimName, MethodName, NoiseName
 from gredp.mechanisms.plan import Groups
 from gredp.mechanisms.registry import find, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
@@ -115,7 +115,7 @@ class PrivacyOptions:
     method: MethodName = "gredp"
     noise: NoiseName = "white"
     """white, real (the paper's Algorithm 1 read literally) or shaped; for method gredp"""
-    claim: Claim = "proven"
+    claim: ClaimName = "proven"
     """proven: the target is a true ε. paper: σ as the paper sets it for that ε, and the ε it really costs"""
     delta: float = 1e-5
     allow_large_delta: Flag = False

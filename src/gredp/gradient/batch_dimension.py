@@ -42,7 +42,7 @@ def rows_of_zeros(
 
     The model is run on two records of zeros, or three, of the shapes that it is called with: on no private
     value. Buffers and random numbers are as before. A model that cannot be run on zeros is left alone: its
-    layers are held against the batch at every step, where the coincidence ends with the first batch of
+    layers are compared with the batch at every step, where the coincidence ends with the first batch of
     another size.
     """
     rows: dict[nn.Module, set[int]] = {}

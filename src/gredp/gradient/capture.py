@@ -19,7 +19,7 @@ from gredp.gradient.batch_dimension import RowsOnZeros
 from gredp.gradient.graph import in_graph
 from gredp.gradient.per_sample import PerSampleSpectra
 from gredp.gradient.received import Received
-from gredp.gradient.state import HeldState
+from gredp.gradient.state import UntrainedState
 from gredp.gradient.units import blocks, find_units
 from gredp.mechanisms.plan import Needs
 from gredp.sampling.draws import memory_of
@@ -40,7 +40,7 @@ class Capture(Received):
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
         #: what may not change but by releases
-        self.state = HeldState(module, grid_axes)
+        self.state = UntrainedState(module, grid_axes)
         #: where the inputs of the passes since the last step lie
         self._places: dict[int, list[StorageWeakRef]] = {}
         self._handles: list[Any] = []
@@ -79,7 +79,7 @@ class Capture(Received):
                 handles.append(layer.register_forward_pre_hook(_keep_in_eval_mode))
         for name, parameter in self.module.named_parameters():
             if name in self.state.trained:
-                handles.append(parameter.register_hook(_refuse_raw_gradient(name)))
+                handles.append(parameter.register_hook(_reject_raw_gradient(name)))
             else:
                 parameter.grad = None  # what an earlier backward left there was never clipped
 
@@ -207,14 +207,14 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def _refuse_raw_gradient(name: str) -> Callable[[Tensor], None]:
-    def refuse(grad: Tensor) -> None:
+def _reject_raw_gradient(name: str) -> Callable[[Tensor], None]:
+    def reject(grad: Tensor) -> None:
         raise GredpError(
             f"parameter {name} received a gradient outside its layer's forward, where no clip would see it: "
             "call model.train() before training, and use the parameter only through its layer"
         )
 
-    return refuse
+    return reject
 
 
 def _keep_in_eval_mode(layer: nn.Module, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Bound each record. The factors are all that is needed; the gradients stay as they are stored.
+"""Stage 4, clip: bound each record by one factor per clip group; gradients stay as they are stored.
 
 Formal guarantee. For every clip group the released contribution of a record, in the weighted spectral
 domain, has norm at most the group's clip_norm, as the numbers that are summed have it: norms come with an

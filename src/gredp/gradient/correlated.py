@@ -13,8 +13,8 @@ class CorrelatedSource:
     column is longer than theirs. Steps are known by their number: one that was charged but drew no noise is a
     row and a column that are left out, which makes columns shorter, never longer.
 
-    Whoever knows n and the releases knows the sums. So the last b − 1 draws are kept in memory only: a run
-    that goes on in another process begins a new sequence, which cuts columns of C off.
+    Anyone who knows n and the releases knows the sums. So the last b − 1 draws are kept in memory only: a run
+    that resumes in another process begins a new sequence, which cuts columns of C off.
     """
 
     def __init__(self, source: NoiseSource, coefficients: tuple[float, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Per-sample gradients of linear, block-circulant and embedding layers, stored as their factors.
+"""Stage 3, factors: linear, block-circulant and embedding layers.
 
 Letters: b record, o output, i input, t position, k frequency, p and q blocks.
 """

@@ -1,4 +1,4 @@
-"""Back from the frequency domain. Everything here is post-processing of a released value."""
+"""Stage 7, inverse: back from the frequency domain. All of it is post-processing of a released value."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The only place where the gradient path draws random numbers.
+"""Stage 6, noise: the only place where the gradient path draws random numbers.
 
 Formal guarantee. Given a `BoundedSum`, the result is distributed as the plan's certificate says: one
 independent draw for each step and block, from an explicit source that has no default seed.
@@ -77,7 +77,7 @@ class SecretSource:
 
 
 class GeneratorSource:
-    """A generator of the caller's; whoever knows its seed knows the noise."""
+    """A generator of the caller's. Anyone who knows its seed knows the noise."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

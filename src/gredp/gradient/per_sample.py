@@ -1,4 +1,4 @@
-"""Per-sample gradients that are stored as their factors and materialized only where nothing else serves.
+"""Stage 3, factors: per-sample gradients stored as factors, materialized only where nothing else serves.
 
 Each kind answers two questions: how much energy has record i at each frequency, and what is the sum of
 all records' gradients with given factors. `dense` is the slow, obvious answer to both.
@@ -68,7 +68,7 @@ class PerSampleGradient(ABC):
     def compact(self, spectral: bool, buffer: Buffer | None = None) -> "PerSampleGradient":
         """The form in which to keep it until the step: itself, or something smaller.
 
-        `spectral` says that energies by frequency will be asked for, not norms alone. What is
+        `spectral` says that energies by frequency will be needed, not norms alone. What is
         materialized goes into `buffer`, if given, and is valid as long as that is not used again.
         """
         return self
@@ -124,7 +124,7 @@ class Dense(PerSampleGradient):
 
     values: Tensor  # [b, *shape]
     grid_axes: int = 1
-    energies: Tensor | None = None  # [b, *grid], where they were asked for early
+    energies: Tensor | None = None  # [b, *grid], where they were taken early
 
     def dense(self) -> Tensor:
         return self.values

@@ -63,14 +63,14 @@ class LossReduction:
         if records == 0:
             return
         if (self._passes + 1) & self._passes == 0:  # 1st, 2nd, 4th, 8th, … pass
-            self.refuse_other(_losses(), records)
+            self.reject_other(_losses(), records)
         self._passes += 1
         norms = gradient.detach().flatten(1)[:, :1024].double().norm(dim=1)
         norms = norms[(norms > 0) & norms.isfinite()]
         if len(norms):
             self._now = (layer, records, float(norms.log().mean()))
 
-    def refuse_other(self, losses: Iterable[Tensor], records: int) -> None:
+    def reject_other(self, losses: Iterable[Tensor], records: int) -> None:
         """Losses of so many records that are plainly not what they were said to be."""
         if records > 1 and self._other in self._in_graph(losses, records):
             raise GredpError(

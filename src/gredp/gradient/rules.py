@@ -1,4 +1,4 @@
-"""How each kind of layer gives its per-sample gradients: a few lines each, chosen by type.
+"""Stage 2, rules: how each kind of layer gives its per-sample gradients, a few lines each, chosen by type.
 
 A rule takes the layer, its input and the gradient at its output, both with the batch first, and
 returns one `PerSampleGradient` for each of its parameters.

@@ -74,7 +74,7 @@ class LearnedShape:
         return {"total": self.total, "of_releases": releases}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take `state` over, or refuse it and change nothing; other tensors than its two are ignored."""
+        """Take `state` over, or reject it and change nothing; other tensors than its two are ignored."""
         total, releases = state["total"], state["of_releases"]
         for name, tensor, size in (("total", total, len(self.sizes)), ("of_releases", releases, 2)):
             if tensor.dtype != torch.float64 or tensor.shape != (size,) or not tensor.isfinite().all():

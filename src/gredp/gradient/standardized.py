@@ -1,4 +1,4 @@
-"""Per-sample gradients of weight-standardized convolutions.
+"""Stage 3, factors: per-sample gradients of weight-standardized convolutions.
 
 With kernel v = s·(w − mean w) and s = 1/√(‖w − mean w‖² + ε), a gradient κ by v is one by w of
 s·(κ − mean κ − v·(v·κ)): a linear map, the same for every record, so the sum needs it once.

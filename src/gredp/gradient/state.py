@@ -2,9 +2,9 @@
 
 Formal guarantee. When a step is released, all of them hold what they held in `make_private`, or what the
 caller has loaded since by `load_state_dict`, which is the caller's word that it follows no private record.
-So nothing reaches `state_dict` past the noise, whoever wrote it: a forward, a backward hook, or the loop.
+So nothing reaches `state_dict` past the noise, whatever wrote it: a forward, a backward hook, or the loop.
 
-Trained parameters move by releases alone, as far as can be seen: a forward that writes to one is refused,
+Trained parameters move by releases alone, as far as can be seen: a forward that writes to one is rejected,
 but a loop may clamp or average weights between two steps, which follows from what was released.
 """
 
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from gredp.errors import GredpError
 
 #: what is remembered of a tensor: a buffer's values, a frozen parameter's shape, type and sum of its bits
-Kept = Tensor | tuple[Any, ...]
+Fingerprint = Tensor | tuple[Any, ...]
 
 
-class HeldState:
+class UntrainedState:
     """The state of one model that must stay as it is, and a look at whether it did."""
 
     def __init__(self, module: nn.Module, trained: Collection[str]) -> None:
         self.module, self.trained = module, frozenset(trained)
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, Fingerprint] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self.remember()
 
     def remember(self) -> None:
         """As it is now, it follows no private record."""
-        self._kept = {name: _kept(tensor) for name, tensor in (*self._buffers(), *self._frozen())}
+        self._kept = {name: _fingerprint(tensor) for name, tensor in (*self._buffers(), *self._frozen())}
 
     def attach(self) -> list[Any]:
         """Remember whatever is loaded, into the model or into a part of it."""
@@ -44,7 +44,7 @@ class HeldState:
         def remember(loaded: nn.Module, _: Any) -> None:
             own = (*part.named_buffers(recurse=False), *part.named_parameters(recurse=False))
             if loaded is part:  # and not a copy of it
-                kept = {prefix + name: _kept(tensor) for name, tensor in own}
+                kept = {prefix + name: _fingerprint(tensor) for name, tensor in own}
                 self._kept |= {name: value for name, value in kept.items() if name not in self.trained}
 
         return remember
@@ -53,8 +53,8 @@ class HeldState:
         self._versions = self._written()
 
     def end_forward(self) -> None:
-        """Refuse what this forward has written, as far as that is seen at once."""
-        self._refuse(self._buffers())
+        """Reject what this forward has written, as far as that is seen at once."""
+        self._reject(self._buffers())
         for name, version in self._written().items():
             if self._versions.get(name, version) != version:
                 raise GredpError(
@@ -62,13 +62,13 @@ class HeldState:
                     "released without noise; use layers that keep nothing of their inputs"
                 )
 
-    def refuse_changes(self) -> None:
+    def reject_changes(self) -> None:
         """Before anything is released or kept."""
-        self._refuse((*self._buffers(), *self._frozen()))
+        self._reject((*self._buffers(), *self._frozen()))
 
-    def _refuse(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _reject(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            if name not in self._kept or not _same(self._kept[name], tensor):
+            if name not in self._kept or not _unchanged(self._kept[name], tensor):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise GredpError(
                     f"{kind} {name} was changed after make_private: what follows the data would be released "
@@ -87,7 +87,7 @@ class HeldState:
         return {name: (id(p), p._version) for name, p in self.module.named_parameters()}
 
 
-def _kept(tensor: Tensor) -> Kept:
+def _fingerprint(tensor: Tensor) -> Fingerprint:
     """Buffers by value. Frozen networks are large: of their bits, read as whole numbers, the sum is kept."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
@@ -97,9 +97,9 @@ def _kept(tensor: Tensor) -> Kept:
     return (tensor.shape, tensor.dtype, int(raw[:rest].view(torch.int64).sum()), raw[rest:].tolist())
 
 
-def _same(kept: Kept, tensor: Tensor) -> bool:
+def _unchanged(kept: Fingerprint, tensor: Tensor) -> bool:
     if isinstance(tensor, nn.Parameter) or not isinstance(kept, Tensor):
-        return not isinstance(kept, Tensor) and _kept(tensor) == kept
+        return not isinstance(kept, Tensor) and _fingerprint(tensor) == kept
     if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
         return False
     kept = kept.to(tensor.device)

@@ -67,7 +67,7 @@ class PrivateStep:
     def agree(self, step: int, stale: bool) -> bool:
         """Whether the batch of any process is stale. `release` must follow, or this process is out.
 
-        Refused by all, before any sum leaves its process, where one of them steps another model, is at
+        All of them reject it, before any sum leaves its process, where one of them steps another model, is at
         another step of the ledger or has another plan.
         """
         what = f"step {step} of private model {self.number} (plan {self._bounded.plan.digest})"

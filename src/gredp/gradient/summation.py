@@ -1,4 +1,4 @@
-"""The sum over records, physical batch after physical batch, each record bounded."""
+"""Stage 5, sum: add bounded records, physical batch after physical batch, then over processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -26,7 +26,7 @@ class Unit:
     #: parameters that do not ask for a gradient while the layer runs
     silenced: list[Tensor] = field(default_factory=list)
 
-    def refuse_left_out(self, gradients: Collection[str]) -> None:
+    def reject_missing(self, gradients: Collection[str]) -> None:
         """A parameter for which a rule gives nothing would be noised and never trained."""
         for name in self.parameters:
             if name not in gradients and self.layer.get_parameter(name).requires_grad:

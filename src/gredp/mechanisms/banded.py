@@ -25,7 +25,7 @@ def coefficients(bands: int) -> tuple[float, ...]:
 
 
 def check_bands(bands: int, sample_rate: float) -> float:
-    """The rate b·q at which a part is drawn from when it has its turn; refused where it would pass 1."""
+    """The rate b·q at which a part is drawn from when it has its turn; above 1 it is rejected."""
     coefficients(bands)
     rate = bands * sample_rate
     if rate > 1 + 1e-9:

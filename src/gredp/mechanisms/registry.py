@@ -10,7 +10,7 @@ from gredp.errors import GredpError, choose
 from gredp.mechanisms.banded import coefficients
 from gredp.mechanisms.plan import Clipping, Mechanism
 
-Claim = Literal["proven", "paper"]
+ClaimName = Literal["proven", "paper"]
 
 #: options of earlier versions, and what takes their place
 GONE = {
@@ -31,9 +31,9 @@ class Method:
     kind: type[Mechanism]
     label: str
     color: str
-    #: block of the circulant layers that go with it unless told otherwise; 0 is dense
+    #: block of the circulant layers that go with it by default; 0 is dense
     block: int = 0
-    #: how it clips under `claim="paper"` unless told otherwise
+    #: how it clips under `claim="paper"` by default
     paper_clipping: Clipping = "flat"
     #: kinds of noise, the usual one first, and the options that each of them sets
     noises: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"white": {}})
@@ -89,13 +89,13 @@ def mechanism(
     correlation_bands: int = 1,
     **options: Any,
 ) -> Mechanism:
-    """The mechanism for `method`; options that it does not have are refused by name.
+    """The mechanism for `method`; options that it does not have are rejected by name.
 
     Where `clipping` is left open, a spectral method under `claim="paper"` clips layer by layer at the
     same norm, as the paper's Algorithm 2 does; everything else clips flat.
     """
     found = find(method, noise)
-    choose("claim", claim, get_args(Claim))
+    choose("claim", claim, get_args(ClaimName))
     if clipping is not None:
         choose("clipping", clipping, get_args(Clipping))
     coefficients(correlation_bands)  # rejects what is not a number of bands

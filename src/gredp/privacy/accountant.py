@@ -59,8 +59,8 @@ def check_delta(delta: float) -> None:
         raise GredpError(f"delta must lie strictly between 0 and 1, not {delta}")
 
 
-def refuse_large_delta(delta: float, records: float, allow_large: bool = False) -> None:
-    """Refuse a δ from 1/records on, unless it is `allow_large`: told so explicitly.
+def reject_large_delta(delta: float, records: float, allow_large: bool = False) -> None:
+    """Reject a δ of 1/records or more, unless `allow_large` says that it is meant.
 
     At δ = 1/records publishing a record at random has ε = 0, so such an ε says nothing. `records` are as
     many as are public: where their number is confidential, the batch over the stated rate.
@@ -75,7 +75,7 @@ def refuse_large_delta(delta: float, records: float, allow_large: bool = False) 
 
 def check_delta_for(delta: float, records: float, allow_large: bool = False) -> None:
     """As above, with a warning from δ = 1/(10 records) on."""
-    refuse_large_delta(delta, records, allow_large)
+    reject_large_delta(delta, records, allow_large)
     if delta * records > LARGE_DELTA:
         warnings.warn(f"δ × {records:,.0f} records is {delta_times(delta, records)}", stacklevel=3)
 

@@ -29,9 +29,9 @@ def calibrate(
 
     | case | result |
     |---|---|
-    | target not above 0, or not a number | refused |
+    | target not above 0, or not a number | rejected |
     | no steps | the smallest multiplier, since nothing is released |
-    | target beyond every multiplier up to 10⁶ | refused, with the ε that can be had |
+    | target beyond every multiplier up to 10⁶ | rejected, with the ε that can be had |
     """
     check_delta(delta)
     choose("accountant", accountant, ACCOUNTANTS)

@@ -51,7 +51,7 @@ def one_kind(entries: Iterable[Entry], step: Entry) -> None:
     `mechanisms` counts ⌈t/b⌉ turns of t steps, which is true of all steps of a split together and of no kind
     among them: whichever steps cost more may all fall to one part. And a multiplier cannot change at all,
     since the noise of a step is taken back in the b − 1 steps behind it. So a split has one kind of step,
-    and whoever wants another one makes another split.
+    and another kind needs another split.
     """
     for entry in entries:
         if entry.split and entry.split == step.split and replace(entry, steps=step.steps) != step:
@@ -92,14 +92,14 @@ class Ledger:
     """Append-only. A step is charged before its noisy update is applied, never after.
 
     With a `file`, the charge is on the disk before `charge` returns, and so before noise is drawn. With a
-    `ceiling`, a step beyond the end that was promised is refused, and not charged.
+    `ceiling`, a step beyond the end that was promised is rejected, and not charged.
     """
 
     def __init__(self, entries: tuple[Entry, ...] = ()) -> None:
         mechanisms(entries)  # rejects what cannot be composed
         self._entries: list[Entry] = list(entries)
         self.file: LedgerFile | None = None
-        #: asked before each charge; raises to refuse it
+        #: asked before each charge; raises to reject it
         self.ceiling: Callable[[Entry], None] | None = None
         #: steps that were spent before this run
         self.inherited = 0

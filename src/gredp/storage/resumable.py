@@ -53,7 +53,7 @@ class Resumable:
         | several processes | the first one writes, the others do nothing |
         """
         module, optimizer = self._private()
-        optimizer.capture.state.refuse_changes()
+        optimizer.capture.state.reject_changes()
         if rank():
             return
         if self._folder is None:

@@ -1,4 +1,4 @@
-"""Per-sample gradients of convolutions, the layers in which a private step spends its time."""
+"""Stage 3, factors: per-sample gradients of convolutions, where a private step spends its time."""
 
 from gredp.gradient.convolution.correlation import Correlation
 
