@@ -63,9 +63,11 @@ def no_writing(rank: int) -> None:
         import gredp.app.train as loop
         import gredp.storage.files as sealed
         import gredp.storage.ledger_file as ledger_file
+        import gredp.storage.record as record
 
-        for owner, name in ((sealed, "write"), (ledger_file, "write"), (loop, "write"), (Path, "mkdir")):
-            setattr(owner, name, refuse)
+        for owner in (sealed, ledger_file, record, loop):
+            owner.write = refuse
+        Path.mkdir = refuse
         RunFolder.__init__ = refuse
         ledger_file.LedgerFile.__init__ = refuse
 
@@ -196,8 +198,8 @@ def test_processes_with_other_options_are_refused(folder):
         if rank:
             import gredp.app.cli as cli
 
-            honest = cli.with_saved
-            cli.with_saved = lambda settings, arguments: cli.replace(honest(settings, arguments), lr=0.2)
+            honest = cli.resolved
+            cli.resolved = lambda *arguments: cli.replace(honest(*arguments), lr=0.2)
 
     assert run_many(folder, 2, train_arguments(folder), other) == [2, 2]
     assert error(folder / "rank1") == ("gredp: process 1 has another lr (0.2) than the first process (0.1)\n")

@@ -5,15 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def progress_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
-    """On stderr, with these columns between the bar and the time left."""
-    whole = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    return Progress(*whole, TextColumn("{task.fields[status]}"), console=console or Console(stderr=True))
+    """The usual columns, these, and the status of the task; on stderr."""
+    shown = (*Progress.get_default_columns(), *columns, TextColumn("{task.fields[status]}"))
+    return Progress(*shown, console=console or Console(stderr=True))
 
 
 class Throughput(ProgressColumn):

@@ -30,7 +30,8 @@ class KnownData:
 
 
 def _entry(values: dict[str, Any]) -> KnownData:
-    return KnownData(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    fixed: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return KnownData(**fixed)
 
 
 _FILE = (files("gredp.app") / "known_data.toml").read_text()

@@ -4,7 +4,6 @@ import math
 import shlex
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from gredp.distributed import all_reduce_max, rank, run_on_rank_zero
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.gradient.spectra import noise_spectrum
-from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Certificate
 from gredp.privacy.schedule import NoiseSchedule
@@ -37,27 +35,62 @@ if TYPE_CHECKING:
     from gredp.app.console import Bar
 
 
-@dataclass
 class Session:
     """One process' share of a run: what it works with, and how far the run has come."""
 
-    settings: TrainSettings
-    folder: Path
-    data: Splits
-    extractor: FeatureExtractor | None
-    engine: PrivacyEngine
-    model: nn.Module
-    optimizer: PrivateOptimizer
-    loader: DataLoader[Any]
-    per_epoch: int
-    #: of the weights after each update, if one is kept
-    average: WeightAverage | None = None
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    updates: int = 0
-    #: the certificate of the query before training, if there was one
-    query: list[dict[str, Any]] | None = None
-    signal: DeferredSignal = field(default_factory=DeferredSignal)
-    progress: "Bar | None" = None
+    def __init__(
+        self,
+        settings: TrainSettings,
+        folder: Path,
+        data: Splits,
+        extractor: FeatureExtractor | None,
+        engine: PrivacyEngine,
+        noise: dict[str, Any],
+        statistics: Tensor | None = None,
+    ) -> None:
+        """`statistics` of the features, as released, are in the model before it is made private."""
+        self.settings, self.folder, self.engine = settings, folder, engine
+        self.data, self.extractor = data, extractor
+        self.metrics: list[dict[str, Any]] = []
+        self.updates = 0
+        #: the certificate of the query before training, if there was one
+        self.query: list[dict[str, Any]] | None = None
+        self.signal = DeferredSignal()
+        self.progress: Bar | None = None
+        model = self._model(statistics)
+        records = Records(data, engine.secret if settings.augment else None)
+        loader = DataLoader(records, batch_size=settings.batch_size)
+        self.per_epoch = len(loader)
+        make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
+        self.model, self.optimizer, self.loader = make(
+            module=model,
+            optimizer=_optimizer(settings, model),
+            data_loader=loader,
+            views=max(1, settings.augment),
+            noise_schedule=NoiseSchedule.towards(settings.noise_schedule, max(1, self.steps)),
+            max_grad_norm=settings.clip_norm,
+            method=settings.method,
+            noise=settings.noise,
+            claim=settings.claim,
+            clipping=settings.clipping,
+            **noise,
+            **settings.options(),
+        )
+        self.average = WeightAverage(self.model, settings.ema) if settings.ema else None
+
+    def _model(self, statistics: Tensor | None) -> nn.Module:
+        settings, data = self.settings, self.data
+        torch.manual_seed(settings.seed)
+        model = build(network(settings, data), data.input_shape, data.classes, block(settings, data))
+        if self.extractor is not None:
+            self.extractor.load_into(model)
+        if not settings.normalize:
+            return model
+        norm = ChannelNorm(data.input_shape[0])
+        if statistics is not None:
+            norm.take(statistics, len(data.y_train))
+        # Files have its parameters under the name "normalise".
+        return nn.Sequential(OrderedDict([("normalise", norm), ("network", model)]))
 
     @property
     def released(self) -> nn.Module:
@@ -120,7 +153,7 @@ def begin(
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
         query = _query(settings, data)
         statistics = release(engine, data.x_train, query)
-    session = _session(settings, folder, data, extractor, engine, target, statistics)
+    session = Session(settings, folder, data, extractor, engine, target, statistics)
     session.query = None if query is None else describe(query)
     if weights is not None:
         load_weights(session.model, weights)
@@ -130,9 +163,8 @@ def begin(
 
 def _query(settings: TrainSettings, data: Splits) -> Certificate:
     """That of the means and energies: 1/z² is the share set aside of what a single release might have."""
-    whole = 0.0
-    if settings.private:
-        whole = calibrate(settings.epsilon, settings.delta, 1.0, 1, settings.accountant)
+    target = settings.epsilon, settings.delta
+    whole = calibrate(*target, 1.0, 1, settings.accountant) if settings.private else 0.0
     return certificate(data.input_shape[0], whole / math.sqrt(settings.normalize))
 
 
@@ -159,10 +191,9 @@ def resume(
         if value != facts["data"].get(key):
             raise GredpError(f"the data have changed: {key} was {facts['data'].get(key)} and is {value}")
     # Multiplier and bands of the first start, not found again: another version could find another digit.
-    noise = {"correlation_bands": 1} | {
-        k: facts[k] for k in ("noise_multiplier", "correlation_bands") if k in facts
-    }
-    session = _session(settings, folder, data, extractor, engine, noise)
+    bands = facts.get("correlation_bands", 1)
+    noise = {"noise_multiplier": facts["noise_multiplier"], "correlation_bands": bands}
+    session = Session(settings, folder, data, extractor, engine, noise)
     session.query = facts.get("normalisation")
     done = engine.load(folder, session.modules)
     _reject_finished(folder)  # again: another process may have ended it while this one waited for the lock
@@ -175,47 +206,6 @@ def resume(
             stacklevel=2,
         )
     return session
-
-
-def _session(
-    settings: TrainSettings,
-    folder: Path,
-    data: Splits,
-    extractor: FeatureExtractor | None,
-    engine: PrivacyEngine,
-    noise: dict[str, Any],
-    statistics: Tensor | None = None,
-) -> Session:
-    """`statistics` of the features, as released, are in the model before it is made private."""
-    torch.manual_seed(settings.seed)
-    model = build(network(settings, data), data.input_shape, data.classes, block(settings, data))
-    if extractor is not None:
-        extractor.load_into(model)
-    if settings.normalize:
-        norm = ChannelNorm(data.input_shape[0])
-        if statistics is not None:
-            norm.take(statistics, len(data.y_train))
-        model = nn.Sequential(OrderedDict([("normalise", norm), ("network", model)]))
-    optimizer = _optimizer(settings, model)
-    records = Records(data, engine.secret if settings.augment else None)
-    loader = DataLoader(records, batch_size=settings.batch_size)
-    make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
-    model, private, loader = make(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        views=max(1, settings.augment),
-        noise_schedule=NoiseSchedule.towards(settings.noise_schedule, max(1, settings.epochs * len(loader))),
-        max_grad_norm=settings.clip_norm,
-        method=settings.method,
-        noise=settings.noise,
-        claim=settings.claim,
-        clipping=settings.clipping,
-        **noise,
-        **settings.options(),
-    )
-    average = WeightAverage(model, settings.ema) if settings.ema else None
-    return Session(settings, folder, data, extractor, engine, model, private, loader, len(loader), average)
 
 
 def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -244,13 +245,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
         if chosen.private:
             block = Block.whole("weight", "layer", (8,), 1)
             noise_scale(1.0, chosen.unit_multiplier([block], self.clip_norm, 1), self.claim)
-        for conflict in self._conflicts():
+        for conflict in chain(self._conflicts(), self._conflicts_with_runs()):
             raise GredpError(conflict)
-        self._check_texts()
-        if self.fork is not None and self.insecure_seed is None:
-            self._check_parent(Path(self.fork))
-        if self.resume is not None:
-            self._check_resumed(self.resume)
 
     def _check_ranges(self) -> None:
         for rule, (holds, names) in RANGES.items():
@@ -280,31 +276,25 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
             yield "nothing is proven for --noise-schedule with --correlation-bands: use one of the two"
         if self.augment and (pretrained or features):
             yield "--augment draws views of images, but features are computed once"
+        for name, value in asdict(self).items():
+            if str(value).encode(errors="replace").decode() != str(value):
+                yield f"{option(name)} is {value!a}, which is not UTF-8: rename it"
+
+    def _conflicts_with_runs(self) -> Iterator[str]:
+        """What the runs to resume or to fork do not allow."""
         if self.resume is not None and (self.out is not None or self.fork is not None):
             yield "--resume continues in the folder of the run: give neither --out nor --fork with it"
-
-    def _check_texts(self) -> None:
-        """Records and settings are UTF-8: reject what cannot be written before anything is spent."""
-        for name, value in asdict(self).items():
-            try:
-                str(value).encode()
-            except UnicodeEncodeError:
-                raise GredpError(f"{option(name)} is {value!a}, which is not UTF-8: rename it") from None
-
-    def _check_parent(self, parent: Path) -> None:
-        """Noise that is known stays known, whatever is added to it later."""
-        if (parent / FILE).exists() and saved_settings(str(parent)).insecure_seed is not None:
-            raise GredpError(
-                f"the noise of {parent} comes from --insecure-seed, and a fork of it protects nobody either: "
-                "give an --insecure-seed"
+        known = self.fork is not None and (Path(self.fork) / FILE).exists()
+        if known and self.insecure_seed is None and saved_settings(self.fork or "").insecure_seed is not None:
+            yield (  # noise that is known stays known, whatever is added to it later
+                f"the noise of {self.fork} comes from --insecure-seed, and a fork of it protects nobody "
+                "either: give an --insecure-seed"
             )
-
-    def _check_resumed(self, folder: str) -> None:
-        changed = self.changed(saved_settings(folder))
+        changed = None if self.resume is None else self.changed(saved_settings(self.resume))
         if changed is not None:
-            raise GredpError(
-                f"{folder} was started with {changed}: a resumed run keeps its settings; to change them, "
-                f"start a new run with --fork {shlex.quote(folder)}"
+            yield (
+                f"{self.resume} was started with {changed}: a resumed run keeps its settings; to change "
+                f"them, start a new run with --fork {shlex.quote(self.resume or '')}"
             )
 
     def changed(self, saved: "TrainSettings") -> str | None:

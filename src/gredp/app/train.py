@@ -51,35 +51,29 @@ def train(
     """
     settings.check()
     with process_group():
-        first = rank() == 0
-        return _train(settings, progress if first else None, trackers if first else (), data)
-
-
-def _train(
-    settings: TrainSettings, progress: "Bar | None", trackers: Sequence[Tracker], given: Splits | None
-) -> Run:
-    head = header()
-    data, extractor = read_data(settings, given)
-    kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
-    refuse_differences({**kept, "resume": bool(settings.resume), "data": describe_data(data, extractor)})
-    secret = Secret(settings.insecure_seed)
-    engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
-    try:
-        make = resume if settings.resume else begin
-        session = make(settings, data, extractor, engine)
-        session.progress = progress
-        tracked, record = TrackerGroup(trackers), dict[str, Any]()
-        run_on_rank_zero(lambda: _start(session, tracked), "the start of the run")
+        head, first = header(), rank() == 0
+        records, extractor = read_data(settings, data)
+        kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
+        facts = {"resume": bool(settings.resume), "data": describe_data(records, extractor)}
+        refuse_differences(kept | facts)
+        secret = Secret(settings.insecure_seed)
+        engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
         try:
-            with handled_by(session.signal):
-                _epochs(session, tracked)
-            run = _finish(session, head)
-            record = run.record
-            return run
+            make = resume if settings.resume else begin
+            session = make(settings, records, extractor, engine)
+            session.progress = progress if first else None
+            tracked, run = TrackerGroup(trackers if first else ()), Run(session.folder, {})
+            run_on_rank_zero(lambda: _start(session, tracked), "the start of the run")
+            try:
+                with handled_by(session.signal):
+                    _epochs(session, tracked)
+                if first:
+                    run = _finish(session, head)
+                return run
+            finally:
+                tracked.finish(run.record)
         finally:
-            tracked.finish(record)
-    finally:
-        engine.detach()
+            engine.detach()
 
 
 def _start(session: Session, tracked: TrackerGroup) -> tuple[None, bytes]:
@@ -94,77 +88,66 @@ def _start(session: Session, tracked: TrackerGroup) -> tuple[None, bytes]:
 
 def _epochs(session: Session, tracked: Tracker) -> None:
     """Step until every step is charged; the ledger alone says how far the run has come."""
-    settings, engine = session.settings, session.engine
-    sampler = session.loader.batch_sampler
-    assert isinstance(sampler, PoissonBatchSampler)
-    rate = _learning_rate(session)
-    prepare = as_they_are if session.data.features else centered
-    progress = session.progress
-    if progress is not None:
-        progress.begin(session.steps, session.charged, settings.batch_size)
+    settings, data = session.settings, session.data
+    # The next step of the schedule: it has passed those that a crash lost.
+    for group in session.optimizer.param_groups:
+        group["initial_lr"] = settings.lr
+    factor = rate_factor(settings.schedule, settings.warmup, session.steps)
+    rate = LambdaLR(session.optimizer, factor, last_epoch=session.charged - 1)
+    if session.progress is not None:
+        session.progress.begin(session.steps, session.charged, settings.batch_size)
     while not session.metrics or session.metrics[-1]["epoch"] < settings.epochs:
-        sampler.steps = min(
-            session.per_epoch - session.charged % session.per_epoch, session.steps - session.charged
-        )
-        _steps(session, rate)
+        left_of_epoch = session.per_epoch - session.charged % session.per_epoch
+        _steps(session, rate, min(left_of_epoch, session.steps - session.charged))
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            share, loss = judge(session.released, session.data.x_test, session.data.y_test, prepare)
-            spent = engine.get_epsilon(settings.delta)
+            prepare = as_they_are if data.features else centered
+            share, loss = judge(session.released, data.x_test, data.y_test, prepare)
+            spent = session.engine.get_epsilon(settings.delta)
             found = {f"{settings.split}_accuracy": share, f"{settings.split}_loss": loss}
             session.metrics[-1] |= {"proven_epsilon": spent, **found}
             session.save()
             session.publish()
             tracked.log(session.charged, session.metrics[-1])
-            if progress is not None:
-                progress.update(spent, share)
+            if session.progress is not None:
+                session.progress.update(spent, share)
         session.stop_if_signaled()
 
 
-def _learning_rate(session: Session) -> LambdaLR:
-    """The schedule, set to the step that comes next: those that a crash lost are over for it as well."""
-    settings = session.settings
-    for group in session.optimizer.param_groups:
-        group["initial_lr"] = settings.lr
-    factor = rate_factor(settings.schedule, settings.warmup, session.steps)
-    return LambdaLR(session.optimizer, factor, last_epoch=session.charged - 1)
-
-
-def _steps(session: Session, rate: LambdaLR) -> None:
-    """The sampler's steps, with a checkpoint now and then."""
-    saved = time.monotonic()
-    sampler, ceiling = session.loader.batch_sampler, 0.0
-    assert isinstance(sampler, PoissonBatchSampler)
-    if session.progress is not None:  # once an epoch; its end asks for the same figure, which is kept
-        ceiling = session.engine.get_epsilon(session.settings.delta, sampler.steps)
+def _steps(session: Session, rate: LambdaLR, steps: int) -> None:
+    """Charge `steps` more, with a checkpoint now and then."""
+    settings, optimizer, saved = session.settings, session.optimizer, time.monotonic()
+    assert isinstance(session.loader.batch_sampler, PoissonBatchSampler)
+    session.loader.batch_sampler.steps = steps
+    ceiling = 0.0
+    if session.progress is not None:  # once an epoch; its end asks for the same figure, which is cached
+        ceiling = session.engine.get_epsilon(settings.delta, steps)
     with BatchMemoryManager(
         data_loader=session.loader,
-        max_physical_batch_size=session.settings.max_physical_batch_size,
-        optimizer=session.optimizer,
+        max_physical_batch_size=settings.max_physical_batch_size,
+        optimizer=optimizer,
     ) as parts:
         for x, y in parts:
             charged = session.charged
-            session.optimizer.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(session.model(x), y).backward()
-            session.optimizer.step()
-            session.updates += session.charged - charged
+            optimizer.step()
             whole = session.charged > charged
             if whole:
+                session.updates += session.charged - charged
                 rate.step()
                 if session.average is not None:
                     session.average.update_parameters(session.model)
-            if whole and session.progress is not None:
-                session.progress.step(session.charged, ceiling)
-            if whole and time.monotonic() - saved >= session.settings.checkpoint_seconds:
-                session.save()
-                saved = time.monotonic()
+                if session.progress is not None:
+                    session.progress.step(session.charged, ceiling)
+                if time.monotonic() - saved >= settings.checkpoint_seconds:
+                    session.save()
+                    saved = time.monotonic()
             if whole or world_size() == 1:  # several processes meet at the end of a batch only
                 session.stop_if_signaled()
 
 
 def _finish(session: Session, head: dict[str, Any]) -> Run:
-    if rank():
-        return Run(session.folder, {})
     settings, engine = session.settings, session.engine
     assert engine.ledger.file is not None
     accuracy, facts = f"{settings.split}_accuracy", session.facts()

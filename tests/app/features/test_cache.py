@@ -94,7 +94,8 @@ def test_images_in_class_folders_are_known_by_every_file(tmp_path):
 
     def seen(root, **options):
         before = extractor.seen()
-        extract_cached(extractor, load(str(root), **options), str(root), str(tmp_path / "data"), **options)
+        loaded = options.get("holdout"), options.get("image_size")
+        extract_cached(extractor, load(str(root), **options), str(root), str(tmp_path / "data"), *loaded)
         return extractor.seen() - before
 
     def picture(file):

@@ -13,8 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,31 +67,27 @@ class Features:
 
 
 def extract_cached(
-    extractor: FeatureExtractor,
-    data: Splits,
-    dataset: str,
-    folder: str | None = None,
-    holdout: float | None = None,
-    image_size: int | None = None,
+    extractor: FeatureExtractor, data: Splits, dataset: str, folder: str | None = None, *options: float | None
 ) -> Splits:
-    """`data` with features in place of images; the others are what it was loaded with.
+    """`data` with features in place of images; `dataset`, `folder` and `options` are what it was loaded with.
 
     | case | what happens |
     |---|---|
     | computed before | read from the disk |
     | several processes at once | one computes, the others wait for it |
-    | killed while computing | the next one begins anew; a folder with the final name is whole |
-    | a disk that is full or read-only | refused |
+    | killed while computing | the next one starts over; a folder with the final name is whole |
+    | a disk that is full or read-only | rejected |
     """
     root = data_folder(folder) / "features"
     try:
-        target = root / _key(extractor, data, location(dataset, folder), holdout, image_size)
+        target = root / _key(extractor, data, location(dataset, folder), *options)
     except OSError as error:
         raise cannot(Path(dataset), "read", error) from None
     try:
         if not target.exists():
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _lock(root / f"{target.name}.lock"):
+            with (root / f"{target.name}.lock").open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # the system frees it however the process ends
                 if not target.exists():
                     _compute(extractor, data, target)
         x_train, x_test = (np.load(target / f"{name}.npy", "r", allow_pickle=False) for name in _images(data))
@@ -106,13 +100,7 @@ def extract_cached(
     return replace(data, x_train=Features(x_train), x_test=Features(x_test), features=True)
 
 
-def _key(
-    extractor: FeatureExtractor,
-    data: Splits,
-    path: Path | None,
-    holdout: float | None,
-    image_size: int | None,
-) -> str:
+def _key(extractor: FeatureExtractor, data: Splits, path: Path | None, *options: float | None) -> str:
     """A readable name and a hash. No content of a record enters: reading them all would take as long."""
     files = [] if path is None else sorted(path.glob("*.npy")) if path.is_dir() else [path]
     stamps = [_stamp(file, file.name) for file in files]
@@ -121,7 +109,7 @@ def _key(
     if path is not None and is_classed(path):
         found = sorted(file for split in SPLITS for file in (path / split).glob("*/[!.]*"))
         stamps += [_stamp(file, str(file.relative_to(path))) for file in found]
-        facts += [str(path.resolve()), holdout, image_size]
+        facts += [str(path.resolve()), *options]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{data.name}-{extractor.identity()['name']}-{digest[:16]}"
 
@@ -133,14 +121,6 @@ def _stamp(file: Path, name: str) -> list[str | int]:
 
 def _images(data: Splits) -> dict[str, "Tensor | Stored"]:
     return {"x_train": data.x_train, "x_test": data.x_test}
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system frees it however that process ends."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _compute(extractor: FeatureExtractor, data: Splits, target: Path) -> None:
@@ -161,12 +141,10 @@ def _compute(extractor: FeatureExtractor, data: Splits, target: Path) -> None:
 
 def _write(extractor: FeatureExtractor, images: "Tensor | Stored", path: Path, what: str) -> None:
     """By plain writes: a full disk under a mapped file would end the process."""
-    count = len(images)
-    console = Console(stderr=True)
-    quiet = not console.is_terminal
-    starts = track(range(0, count, BATCH), escape(what), console=console, transient=True, disable=quiet)
+    count, console = len(images), Console(stderr=True)
+    shown: Any = {"console": console, "transient": True, "disable": not console.is_terminal}
     with path.open("xb") as file:
-        for start in starts:
+        for start in track(range(0, count, BATCH), escape(what), **shown):
             values = extractor(images[list(range(start, min(start + BATCH, count)))])
             # A value beyond the range would become infinite, and its record would not count.
             half = values.clamp(-LARGEST_HALF, LARGEST_HALF).numpy().astype(HALF)
