@@ -1,7 +1,9 @@
 """Cells: one training run each, written as the `gredp train` command that repeats it. No torch."""
 
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from itertools import product
 from typing import Any, Literal
 
@@ -44,9 +46,6 @@ EPOCHS = {"smoke": 10, "quick": 8, "full": 30}
 TRANSFER_EPOCHS = {"quick": 3, "full": 30}
 SEEDS = {"smoke": 1, "quick": 1, "full": 3}
 
-#: rows whose proven ε is the requested one
-AT_PROVEN = ("dpsgd", "gredp", "shaped")
-
 
 def title(row: str) -> str:
     """The name of a row in tables and figures; the paper's own method is there as claimed and as proven."""
@@ -64,40 +63,17 @@ def _method(row: str) -> Method:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings of one network for the noise that is really there."""
+    """Settings of one network for the noise that is really there, from `tuning.toml`."""
 
     epochs: int
-    #: by row: the best of those tried for it or, if there are none, for GReDP, or for the network with one
-    #: convolution
-    best: dict[str, dict[str, object]]
-    #: what `tuning` tries for `rows`, on `held_out` training records; the test set is not looked at
-    tried: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    best: dict[str, dict[str, object]] = field(default_factory=dict)
+    tried: dict[str, list[object]] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
     held_out: int = 10_000
 
 
-_TRANSFER: dict[str, dict[str, object]] = {
-    "dpsgd": {"batch_size": 2000, "lr": 1.0},
-    "gredp": {"batch_size": 2000, "lr": 1.0},
-    "shaped": {"batch_size": 2000, "lr": 0.3},
-}
-TUNING = {
-    "lenet5": Tuning(
-        15,
-        {row: {"batch_size": 2000, "lr": 0.3} for row in AT_PROVEN},
-        {"batch_size": (500, 2000), "lr": (0.03, 0.1, 0.3, 1.0)},
-        AT_PROVEN,
-    ),
-    "lenet-small": Tuning(15, {}, {"batch_size": (192,), "lr": (0.1, 0.3)}, ("gredp",), 300),
-    "resnet20": Tuning(
-        8,
-        {row: {"batch_size": 2000, "lr": 0.3} for row in AT_PROVEN},
-        {"batch_size": (2000,), "lr": (0.3, 1.0)},
-        ("gredp",),
-    ),
-    "resnet18-1conv": Tuning(3, _TRANSFER, {"batch_size": (2000,), "lr": (0.1, 0.3, 1.0, 3.0)}, AT_PROVEN),
-    "resnet18-2conv": Tuning(3, _TRANSFER),
-}
+_TUNING = tomllib.loads((files("gredp.paper") / "tuning.toml").read_text(encoding="utf-8"))
+TUNING = {network: Tuning(**values) for network, values in _TUNING.items()}
 #: networks of Table 2, whose last layers are trained; they need `--pretrained`
 TRANSFERRED = ("resnet18-1conv", "resnet18-2conv")
 

@@ -1,7 +1,7 @@
 """What the paper prints, in percent, from `paper.toml`, which names the place of each. Its ε are claims."""
 
 import tomllib
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
 Figures = dict[float, float]
@@ -16,7 +16,7 @@ def _numbered(table: Any) -> Any:
     return {float(key) if key[0].isdigit() else key: _numbered(value) for key, value in table.items()}
 
 
-_PRINTED = _numbered(tomllib.loads((Path(__file__).parent / "paper.toml").read_text(encoding="utf-8")))
+_PRINTED = _numbered(tomllib.loads((files("gredp.paper") / "paper.toml").read_text(encoding="utf-8")))
 HEADLINE: dict[str, float] = _PRINTED["headline"]
 FROM_SCRATCH: dict[str, Rows] = _PRINTED["from_scratch"]
 TRANSFER: dict[str, dict[str, Rows]] = _PRINTED["transfer"]

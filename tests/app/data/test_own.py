@@ -73,7 +73,6 @@ def test_rows_become_features_by_fixed_numbers(tmp_path):
             [0, 1, -0.5, 0, 0, 0],
         ],
     )
-    assert schema.features == x.shape[1]
     assert (x.dtype, y.tolist()) == (np.float32, [0, 1, 0, 1])
 
 
@@ -188,7 +187,7 @@ def test_the_schema_of_a_public_table_reads_that_table(tmp_path, capsys):
     assert schema.numeric == {"age": (20, 60), "hours": (-3, 10), "id": (1, 4)}
     assert schema.categorical == {"work": ("farm", "sea", "town")}
     assert schema.missing == {"age", "work"}
-    assert encode(path, schema)[0].shape == (4, schema.features)
+    assert encode(path, schema)[0].shape == (4, 7)
     with pytest.raises(GredpError, match="no column 'wage'"):
         propose(tmp_path / "public.csv", "wage")
 

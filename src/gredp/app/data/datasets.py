@@ -149,12 +149,12 @@ def hold_out(data: Splits, count: int) -> Splits:
     """
     if not 0 < count < len(data.y_train):
         raise GredpError(f"cannot hold out {count} of {len(data.y_train)} training records")
-    border, end = len(data.y_train) - count, len(data.y_train)
-    x = data.x_train
-    rest, held = (
-        (x[:border], x[border:]) if isinstance(x, Tensor) else (x.part(0, border), x.part(border, end))
-    )
-    y = data.y_train
+    x, y, border = data.x_train, data.y_train, len(data.y_train) - count
+    if isinstance(x, Tensor):
+        rest: Tensor | Stored = x[:border]
+        held: Tensor | Stored = x[border:]
+    else:
+        rest, held = x.part(0, border), x.part(border, len(y))
     seen = len(y[border:].unique())
     if seen < data.classes and count >= ENOUGH_FOR_ALL * data.classes:
         warnings.warn(
@@ -168,35 +168,24 @@ def hold_out(data: Splits, count: int) -> Splits:
 def _own(path: Path, table: bool, holdout: float | None, image_size: int | None) -> Splits:
     """Class folders or a table, with their test split or one that is held out."""
     from gredp.app.data.holdout import held_out
+    from gredp.app.data.images import load_folders
+    from gredp.app.data.tables import load_table
 
-    if table:
-        from gredp.app.data.tables import load_table
-
-        schema, splits = load_table(path)
-        classes = len(schema.classes)
-    else:
-        from gredp.app.data.images import load_folders
-
-        names, splits = load_folders(path, image_size)
-        classes = len(names)
-    if (len(splits) == 1) == (holdout is None):
-        has = (
-            "has a test split: give no --holdout"
-            if holdout is not None
-            else (
-                "has no test split: name one ("
-                + ('test = "FILE.csv" in the schema' if table else "test/CLASS folders")
-                + "), or keep a share apart with --holdout 0.2"
-            )
+    classes, splits = load_table(path) if table else load_folders(path, image_size)
+    if len(splits) == 2 and holdout is not None:
+        raise GredpError(f"{path} has a test split: give no --holdout")
+    if len(splits) == 1 and holdout is None:
+        how = 'test = "FILE.csv" in the schema' if table else "test/CLASS folders"
+        raise GredpError(
+            f"{path} has no test split: name one ({how}), or keep a share apart with --holdout 0.2"
         )
-        raise GredpError(f"{path} {has}")
     (x, y), (x_test, y_test) = splits[0], splits[-1]
     if holdout is not None:
         apart = held_out(x, y, holdout, "test")
         x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
     tensor = torch.from_numpy if table else pixels
-    labels = (torch.from_numpy(part.astype(np.int64)) for part in (y, y_test))
-    return Splits(path.stem, classes, tensor(x), next(labels), tensor(x_test), next(labels))
+    y, y_test = (torch.from_numpy(labels.astype(np.int64)) for labels in (y, y_test))
+    return Splits(path.stem, classes, tensor(x), y, tensor(x_test), y_test)
 
 
 def map_folder(path: Path) -> dict[str, np.ndarray]:
@@ -252,10 +241,8 @@ def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[
         raise GredpError(f"{what} labels are of type {y.dtype}, not whole numbers")
     outside = (y < 0) | (y >= classes)
     if outside.any():
-        record = int(outside.argmax()) + 1
-        raise GredpError(
-            f"{what} labels must lie in 0 to {classes - 1}, and that of record {record} does not"
-        )
+        where = f"that of record {int(outside.argmax()) + 1} does not"
+        raise GredpError(f"{what} labels must lie in 0 to {classes - 1}, and {where}")
     if x.dtype.kind == "f":
         _check_floats(what, x)
     elif x.dtype != np.uint8:
@@ -269,15 +256,12 @@ def _check_floats(what: str, x: np.ndarray) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             part = x[start : start + 4096].astype(np.float32).reshape(min(4096, len(x) - start), -1)
             finite, small = np.isfinite(part).all(1), (part <= LARGEST_FLOAT).all(1)
-        if not finite.all():
-            record = start + int(finite.argmin()) + 1
-            raise GredpError(f"{what} images: record {record} holds values that are not finite")
-        if not small.all():
-            record = start + int(small.argmin()) + 1
-            raise GredpError(
-                f"{what} images: record {record} holds floats above {LARGEST_FLOAT}, as if they were bytes: "
-                "give uint8, or divide by 255"
-            )
+        for right, wrong in (
+            (finite, "values that are not finite"),
+            (small, f"floats above {LARGEST_FLOAT}, as if they were bytes: give uint8, or divide by 255"),
+        ):
+            if not right.all():
+                raise GredpError(f"{what} images: record {start + int(right.argmin()) + 1} holds {wrong}")
 
 
 def pixels(x: np.ndarray) -> Tensor:

@@ -28,8 +28,9 @@ def get(name: str, folder: str | None = None) -> tuple[Path, str]:
     if name not in KNOWN:
         raise GredpError(f"unknown data set {name!r}: one of {', '.join(fetchable())}")
     path = data_folder(folder) / f"{name}.npz"
-    if path.exists() and state(name, folder)[0]:
-        return path, state(name, folder)[1]
+    whole, words = state(name, folder)
+    if whole:
+        return path, words
     arrays = in_order(KNOWN[name], _download(name, path))
     found = difference(name, arrays)
     if found:

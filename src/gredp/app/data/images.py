@@ -18,10 +18,8 @@ LARGEST_IMAGE = 1 << 26
 Files = list[list[Path]]
 
 
-def load_folders(
-    path: Path, size: int | None = None
-) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
-    """Class names, and one or two splits, training first: uint8 `[n, height, width, channels]`, labels `[n]`.
+def load_folders(path: Path, size: int | None = None) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
+    """How many classes, and one or two splits, training first: uint8 `[n, height, width, channels]` and labels.
 
     Names, size and color are those of the test images where there are any. With `size` every image is scaled
     to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in
@@ -44,7 +42,7 @@ def load_folders(
         raise GredpError(
             f"{count} images of {shape[0]}×{shape[1]} take {room} bytes: use a folder of .npy files"
         )
-    return names, [_split(files[split], shape, gray, size is not None) for split in splits]
+    return len(names), [_split(files[split], shape, gray, size is not None) for split in splits]
 
 
 def _classes(folder: Path) -> list[str]:

@@ -9,7 +9,8 @@ import csv
 import json
 import math
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,12 @@ class Schema:
     missing: frozenset[str] = frozenset()
     test: str | None = None
 
-    @property
-    def features(self) -> int:
-        wide = sum(len(values) for values in self.categorical.values())
-        return len(self.numeric) + len(self.missing & set(self.numeric)) + wide
 
-
-def load_table(path: Path) -> tuple[Schema, list[tuple[np.ndarray, np.ndarray]]]:
-    """The schema, and one or two splits, training first: float32 features `[n, d]`, int64 labels `[n]`."""
+def load_table(path: Path) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
+    """How many classes, and one or two splits, training first: float32 features `[n, d]`, int64 labels."""
     schema = read_schema(path)
     files = [path] if schema.test is None else [path, path.with_name(schema.test)]
-    return schema, [encode(file, schema) for file in files]
+    return len(schema.classes), [encode(file, schema) for file in files]
 
 
 # ------------------------------------------------------------------ the schema
@@ -77,7 +73,7 @@ def read_schema(path: Path) -> Schema:
 
 
 def _schema(found: Any) -> Schema:
-    known = {"label", "classes", "numeric", "categorical", "missing", "test"}
+    known = {field.name for field in fields(Schema)}
     if not isinstance(found, dict) or set(found) - known or not {"label", "classes"} <= set(found):
         raise GredpError(
             f"a schema has label, classes and some of {', '.join(sorted(known))}, and nothing else"
@@ -145,58 +141,54 @@ def encode(path: Path, schema: Schema) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(parts, axis=1).astype(np.float32), y
 
 
-def read_columns(path: Path, names: list[str] | None = None) -> dict[str, Row]:
-    """Columns of a CSV file with a header, all or those that are named, without blanks around values."""
+def read_columns(path: Path, names: Sequence[str] = ()) -> dict[str, Row]:
+    """The named columns of a CSV file with a header, or all of them, without blanks around values."""
+    rows = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
-            if len(set(header)) < len(header):
-                raise GredpError(f"{path} names a column twice")
-            for name in names or ():
-                if name not in header:
-                    raise GredpError(f"{path} has no column {name!r}: its first line must name the columns")
-            places = {name: header.index(name) for name in names or header}
-            columns: dict[str, Row] = {name: [] for name in places}
             for row in filter(None, reader):
                 if len(row) != len(header):
-                    raise GredpError(
-                        f"{path}, line {reader.line_num}: {len(row)} values, but {len(header)} columns"
-                    )
-                for name, place in places.items():
-                    columns[name].append(row[place].strip())
-    except GredpError:
-        raise
+                    where = f"{path}, line {reader.line_num}"
+                    raise GredpError(f"{where}: {len(row)} values, but {len(header)} columns")
+                rows.append(row)
     except FileNotFoundError:
         raise GredpError(f"{path} is not there") from None
     except UnicodeDecodeError:
         raise GredpError(f"{path} cannot be read: it is not UTF-8") from None
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, csv.Error) as error:
         raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
-    if not any(columns.values()):
+    if len(set(header)) < len(header):
+        raise GredpError(f"{path} names a column twice")
+    for name in names:
+        if name not in header:
+            raise GredpError(f"{path} has no column {name!r}: its first line must name the columns")
+    if not rows:
         raise GredpError(f"{path} has no rows")
-    return columns
+    columns = dict(zip(header, zip(*rows)))
+    return {name: [value.strip() for value in columns[name]] for name in names or header}
 
 
 def is_missing(text: str) -> bool:
     return text.lower() in MISSING
 
 
+def _number(text: str) -> float:
+    try:
+        return math.nan if is_missing(text) else float(text)
+    except ValueError:
+        return math.inf
+
+
 def _numbers(path: Path, name: str, texts: Row, may_be_missing: bool) -> np.ndarray:
     """`[n]`; not a number where the value is missing, and nowhere else."""
-    values = np.empty(len(texts))
-    for i, text in enumerate(texts):
-        if is_missing(text):
-            if not may_be_missing:
-                raise GredpError(f"{_row(path, i)}: {name} is missing; list it under missing if it may be")
-            values[i] = math.nan
-            continue
-        try:
-            values[i] = float(text)
-        except ValueError:
-            values[i] = math.nan
-        if not math.isfinite(values[i]):
-            raise GredpError(f"{_row(path, i)}: {name} is not a finite number")
+    values = np.array([_number(text) for text in texts])
+    for i in np.flatnonzero(~np.isfinite(values)):
+        if not is_missing(texts[i]):
+            raise GredpError(f"{_row(path, int(i))}: {name} is not a finite number")
+        if not may_be_missing:
+            raise GredpError(f"{_row(path, int(i))}: {name} is missing; list it under missing if it may be")
     return values
 
 
@@ -237,7 +229,7 @@ def propose(path: Path, label: str) -> str:
         else:
             numeric.append(f"{_quoted(name)} = [{min(numbers)!r}, {max(numbers)!r}]")
     lines = [
-        f"# From {path.name}, which must be public: whoever reads this learns its ranges and categories.",
+        f"# From {path.name}, which must be public: anyone who reads this learns its ranges and categories.",
         f"label = {_quoted(label)}",
         f"classes = {_quoted(sorted(set(columns[label])))}",
         f"missing = {_quoted(missing)}",
