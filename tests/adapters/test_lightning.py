@@ -150,7 +150,7 @@ def test_a_run_that_broke_off_goes_on_and_ends_at_its_budget(tmp_path):
     assert len(again.sizes) == 6
     assert not torch.equal(start, again.net[-1].weight)
     third = private(folder=tmp_path / "run")
-    with pytest.raises(GredpError, match="all 12 steps that were planned are charged"):
+    with pytest.raises(GredpError, match="all 12 planned steps are charged"):
         fit(Classifier(), third, epochs=3)
     assert third.engine.ledger.steps == 12
 
@@ -201,7 +201,7 @@ class Normalises(Classifier):
         (Classifier, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
         (Classifier, {"max_epochs": -1}, "fixed and positive"),
         (Manual, {}, "manual optimization"),
-        (Skips, {}, "cannot be left out"),
+        (Skips, {}, "cannot be skipped"),
         (Draws, {}, "dataloader_iter"),
         (Remembers, {}, "buffer mean was changed"),
         (Normalises, {}, "BatchNorm1d mixes the records"),
@@ -255,7 +255,7 @@ def test_schedulers_drive_the_private_optimizer(tmp_path):
     callback = private(folder=tmp_path / "run")
     fit(Scheduled(), callback, epochs=2)
     assert callback.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-    with pytest.raises(GredpError, match="schedulers cannot go on"):
+    with pytest.raises(GredpError, match="schedulers cannot be resumed"):
         fit(Scheduled(), private(folder=tmp_path / "run"), epochs=2)
 
 
@@ -340,7 +340,7 @@ class Twice(Classifier):
     ("budget", "words"),
     [
         ({"noise_multiplier": None, "target_epsilon": 2.0}, "would end at ε = .*, above the target of 2.0"),
-        ({"noise_multiplier": 3.0}, "all 7 steps that were planned are charged"),
+        ({"noise_multiplier": 3.0}, "all 7 planned steps are charged"),
     ],
     ids=["target", "multiplier"],
 )

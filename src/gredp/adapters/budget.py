@@ -1,8 +1,8 @@
-"""What every adapter is told, and how it becomes a private optimizer and Poisson batches."""
+"""What adapters share: the budget of a run, its Poisson batches, physical batches, and rejections."""
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import check_delta_for, epsilon, round_up
 from gredp.privacy.ledger import Entry
-from gredp.sampling import PrivateLoader, poisson_loader
+from gredp.sampling import PrivateLoader, part_of, poisson_loader
 
 #: metrics that no record can change
 COUNTS = ("epsilon", "epoch", "step")
@@ -29,11 +29,11 @@ class Budget:
 
     Formal guarantee. The run takes at most `steps` steps, each charged by the engine; with `target_epsilon`
     its proven ε ends at most there. Whatever calls the optimizer: the ledger asks before it charges, and a
-    step that would pass either end is refused, so that nothing of it is released.
+    step that would pass either end is rejected, so that nothing of it is released.
 
-    `options` go to `PrivacyEngine.make_private`, but for `allow_large_delta`, which is that of
-    `make_private_with_epsilon`. With a `folder` every step is charged on the disk, and a run
-    that broke off goes on from there: see `PrivacyEngine.load`.
+    `options` go to `PrivacyEngine.make_private`, except `allow_large_delta`, which is that of
+    `make_private_with_epsilon`. With a `folder` every step is charged on the disk, and an interrupted run
+    resumes from there: see `PrivacyEngine.load`. `public_metrics` name what may decide beside counts.
     """
 
     delta: float
@@ -43,6 +43,8 @@ class Budget:
     folder: str | Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
     engine: PrivacyEngine = field(default_factory=PrivacyEngine)
+    max_physical_batch_size: int | None = None
+    public_metrics: Collection[str] = ()
     steps: int = 0
     #: steps of the engine that were charged before this run's first
     before: int = 0
@@ -66,7 +68,7 @@ class Budget:
     def spend(
         self, module: nn.Module, optimizer: Optimizer, loader: PrivateLoader, steps: float
     ) -> PrivateOptimizer:
-        """Make `module` private for `steps` steps on the batches of `loader`, or go on in `folder`."""
+        """Make `module` private for `steps` steps on the batches of `loader`, or resume in `folder`."""
         sampler = loader.poisson
         if not (steps >= 1 and math.isfinite(steps)):
             raise GredpError(f"the number of steps must be fixed and positive before training, not {steps}")
@@ -76,9 +78,8 @@ class Budget:
         if multiplier is None:
             assert self.target_epsilon is not None
             sampling, name = Sampling(sampler.sample_rate, self.steps), self.engine.accountant.name
-            multiplier = noise_multiplier(
-                self.target_epsilon, self.delta, sampling, accountant=name, spent=spent
-            )
+            target = (self.target_epsilon, self.delta)
+            multiplier = noise_multiplier(*target, sampling, accountant=name, spent=spent)
         _, private, _ = self.engine.make_private(
             module=module,
             optimizer=optimizer,
@@ -99,6 +100,20 @@ class Budget:
         if self.folder is not None:
             self.engine.save(self.folder)
 
+    def parts(self, batch: Any, records: int) -> Iterator[tuple[Any, bool]]:
+        """Parts of a logical batch that fit into memory, and whether it is the last; run a backward for each.
+
+        All but the last are added up here. The last is left to the program, which then calls `step()`.
+        """
+        _, private = self.engine._private()
+        size = self.max_physical_batch_size or max(records, 1)
+        last = max(0, (records - 1) // size * size)
+        for start in range(0, last + 1, size):
+            private.signal_skip_step(start != last)
+            yield part_of(batch, slice(start, start + size)), start == last
+            if start != last:
+                private.step()
+
     @property
     def charged(self) -> int:
         return self.engine.ledger.steps - max(self.before, self.engine.ledger.inherited)
@@ -109,9 +124,9 @@ class Budget:
         return self.charged >= self.steps
 
     def _refuse_beyond(self, step: Entry) -> None:
-        """Programs may go on although they were told to end, or step twice where they were to step once."""
+        """Programs may not stop when told to, or step twice on one batch."""
         if self.used_up:
-            raise GredpError(f"all {self.steps} steps that were planned are charged: there is no other")
+            raise GredpError(f"all {self.steps} planned steps are charged: training is over")
         ledger, name = self.engine.ledger, self.engine.accountant.name
         would = (*ledger.entries, step)
         if self.target_epsilon is None or counted(would) <= self.planned:
@@ -142,6 +157,13 @@ def refuse_private_metric(who: str, metric: str | None, public: Collection[str])
     """A loss of private records decides nothing: ε covers the steps, not a choice by what they were on."""
     if metric is not None and metric not in COUNTS and metric not in public:
         raise GredpError(
-            f"{who} decides by {metric!r}, which ε does not cover: leave it out, or, if that is measured on "
+            f"{who} decides by {metric!r}, which ε does not cover: remove it, or, if it is measured on "
             f"public records alone, declare it with public_metrics=({metric!r},)"
         )
+
+
+def reject(reasons: dict[str, Any]) -> None:
+    """Reject a trainer by the first of `reasons` that holds."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise GredpError(f"cannot train privately: {reason}")

@@ -12,10 +12,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from gredp.adapters.budget import Budget, refuse_private_metric
+from gredp.adapters.budget import Budget, refuse_private_metric, reject
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
-from gredp.sampling import part_of
 
 #: what the Trainer would report of private records without noise
 UNCOVERED = ("loss", "train_loss", "grad_norm", "total_flos")
@@ -29,20 +28,20 @@ class PrivateTrainer(Trainer):
     Formal guarantee. That of `PrivacyEngine`. A record's loss is its own (`record_losses`): the models' own
     losses divide by the tokens that were drawn, which couples records. The clipping norm is
     `args.max_grad_norm`, the expected batch `args.per_device_train_batch_size`, the number of steps that of
-    `args`; there is never another one. "epsilon" is logged in place of the training loss, which it does not
+    `args`; it is never exceeded. "epsilon" is logged in place of the training loss, which it does not
     cover.
 
     `max_physical_batch_size` bounds the records in memory; the result does not depend on it. With a `folder`,
-    a run that broke off goes on with the same command, the learning rate where it was.
+    the same command resumes an interrupted run, the learning rate where it was.
 
     | case | what happens |
     |---|---|
-    | gradient_accumulation_steps, fp16, bf16, gradient_checkpointing, torch_compile | refused |
-    | several devices or processes, deepspeed, fsdp | refused |
-    | resume_from_checkpoint: its steps are in no ledger | refused |
-    | a best checkpoint, early stopping, a plateau scheduler by a metric not in `public_metrics` | refused |
-    | auto_find_batch_size, label smoothing, neftune noise, compute_loss_func, a trial | refused |
-    | a model whose loss is not known here | refused: override `record_losses` |
+    | gradient_accumulation_steps, fp16, bf16, gradient_checkpointing, torch_compile | rejected |
+    | several devices or processes, deepspeed, fsdp | rejected |
+    | resume_from_checkpoint: its steps are in no ledger | rejected |
+    | a best checkpoint, early stopping, a plateau scheduler by a metric not in `public_metrics` | rejected |
+    | auto_find_batch_size, label smoothing, neftune noise, compute_loss_func, a trial | rejected |
+    | a model whose loss is not known here | rejected: override `record_losses` |
     """
 
     def __init__(
@@ -65,9 +64,10 @@ class PrivateTrainer(Trainer):
         super().__init__(*arguments, **settings)
         self.public_metrics = frozenset(map(of_evaluation, public_metrics))
         refuse(self)
-        norm, engine = self.args.max_grad_norm, engine or PrivacyEngine()
-        self.budget = Budget(delta, norm, target_epsilon, noise_multiplier, folder, privacy or {}, engine)
-        self.max_physical_batch_size = max_physical_batch_size
+        norm = self.args.max_grad_norm
+        self.budget = Budget(delta, norm, target_epsilon, noise_multiplier, folder, privacy or {})
+        self.budget.engine = engine or self.budget.engine
+        self.budget.max_physical_batch_size = max_physical_batch_size
         self.add_callback(EndOfBudget(self.budget))
 
     @property
@@ -110,7 +110,7 @@ class PrivateTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if self.budget.charged and isinstance(scheduler, ReduceLROnPlateau):
-            raise GredpError("a run with a plateau scheduler cannot go on: its place was not kept")
+            raise GredpError("a run with a plateau scheduler cannot be resumed: its state is not saved")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch expects a step of the optimizer before
             for _ in range(self.budget.charged):  # at an earlier start
@@ -119,25 +119,19 @@ class PrivateTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """All parts but the last are added up here; the Trainer steps the last. Reports no loss."""
-        private = self.engine._private()[1]
         model.train()
         inputs = self._prepare_inputs(inputs)
         if "labels" not in inputs:
             raise GredpError(f"the batches hold {sorted(inputs)}, but no labels to take a loss from")
-        count = inputs["labels"].shape[0]
-        if count == 0:  # many models cannot run on nothing
+        labels = inputs["labels"]
+        if not len(labels):  # many models cannot run on nothing
+            private = self.engine._private()[1]
             private.capture.take_nothing()
             private.signal_skip_step(False)
-            return torch.zeros((), device=inputs["labels"].device)
-        size = self.max_physical_batch_size or max(count, 1)
-        last = max(0, (count - 1) // size * size)
-        for start in range(0, last + 1, size):
-            loss = self.compute_loss(model, part_of(inputs, slice(start, start + size)))
-            self.accelerator.backward(loss)
-            private.signal_skip_step(start != last)
-            if start != last:
-                private.step()
-        return loss.new_zeros(())
+        else:
+            for part, _last in self.budget.parts(inputs, len(labels)):
+                self.accelerator.backward(self.compute_loss(model, part))
+        return torch.zeros((), device=labels.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any
@@ -212,40 +206,29 @@ def of_evaluation(metric: str) -> str:
 
 
 def refuse(trainer: PrivateTrainer) -> None:
-    """Whatever of the arguments would change a gradient, a batch or the count of steps behind our back."""
+    """Reject what would change a gradient, a batch or the number of steps."""
     args = trainer.args
     if args.metric_for_best_model is not None:  # also where best checkpoints or plateaus set it themselves
-        who = (
-            "what compares models (load_best_model_at_end, save_strategy, early stopping, lr_scheduler_type)"
-        )
+        who = "load_best_model_at_end, save_strategy, early stopping or lr_scheduler_type"
         refuse_private_metric(who, of_evaluation(args.metric_for_best_model), trainer.public_metrics)
-    alone = args.n_gpu <= 1 and args.world_size == 1
-    reasons = [
-        (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps: give max_physical_batch_size"),
-        (args.fp16 or args.bf16, "fp16 and bf16 round gradients before they are clipped"),
-        (
-            args.gradient_checkpointing or args.torch_compile,
-            "gradient_checkpointing and torch_compile hide layers from the hooks",
-        ),
-        (
-            not alone or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
-            "several devices, deepspeed or fsdp: use PrivacyEngine under torchrun",
-        ),
-        (args.auto_find_batch_size, "auto_find_batch_size draws batches that no ledger counts"),
-        (
-            args.include_num_input_tokens_seen not in (False, "no"),
-            "include_num_input_tokens_seen counts what was drawn",
-        ),
-        (
-            args.label_smoothing_factor or args.neftune_noise_alpha or trainer.compute_loss_func is not None,
-            "label_smoothing_factor, neftune_noise_alpha, compute_loss_func: override record_losses",
-        ),
-        (
-            trainer.optimizer is not None,
-            "an optimizer of your own: use PrivacyEngine in a loop of your own",
-        ),
-        (not args.max_grad_norm > 0, "max_grad_norm is the clipping norm and must be positive"),
-    ]
-    for present, reason in reasons:
-        if present:
-            raise GredpError(f"cannot train privately with these arguments: {reason}")
+    several = (
+        args.n_gpu > 1 or args.world_size != 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    )
+    other_loss = (
+        args.label_smoothing_factor or args.neftune_noise_alpha or trainer.compute_loss_func is not None
+    )
+    hidden = args.gradient_checkpointing or args.torch_compile
+    tokens = args.include_num_input_tokens_seen not in (False, "no")
+    reject(
+        {
+            "gradient_accumulation_steps: use max_physical_batch_size": args.gradient_accumulation_steps != 1,
+            "fp16 and bf16 round gradients before they are clipped": args.fp16 or args.bf16,
+            "gradient_checkpointing and torch_compile hide layers from the hooks": hidden,
+            "several devices, deepspeed or fsdp: use PrivacyEngine under torchrun": several,
+            "auto_find_batch_size draws batches that no ledger counts": args.auto_find_batch_size,
+            "include_num_input_tokens_seen counts what was drawn": tokens,
+            "label_smoothing_factor, neftune_noise_alpha, compute_loss_func: use record_losses": other_loss,
+            "an optimizer of your own: use PrivacyEngine in your own loop": trainer.optimizer is not None,
+            "max_grad_norm is the clipping norm and must be positive": not args.max_grad_norm > 0,
+        }
+    )

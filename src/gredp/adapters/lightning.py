@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from gredp.adapters.budget import Budget, refuse_private_metric
+from gredp.adapters.budget import Budget, refuse_private_metric, reject
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
-from gredp.sampling import PoissonBatchSampler, part_of
+from gredp.sampling import PoissonBatchSampler
 
 
 class PrivacyCallback(Callback):
@@ -22,21 +22,21 @@ class PrivacyCallback(Callback):
 
     Formal guarantee. That of `PrivacyEngine`, with automatic optimization, provided that `training_step`
     returns a mean (with `loss_reduction="sum"`, a sum) of terms that depend on one record each. The number
-    of steps is what the Trainer was told (`max_epochs`, `max_steps`, `limit_train_batches`); there is never
-    another one. What `training_step` logs of private records is not covered by ε, and decides nothing.
+    of steps is the Trainer's (`max_epochs`, `max_steps`, `limit_train_batches`) and is
+    never exceeded. What `training_step` logs of private records is not covered by ε, and decides nothing.
 
     `max_physical_batch_size` bounds the records in memory: `training_step` is called for each part of a
-    batch, and the result stays the same. With a `folder`, a broken-off run goes on with the same command.
+    batch, and the result stays the same. With a `folder`, the same command resumes an interrupted run.
     `public_metrics` names what callbacks and schedulers may decide by: metrics of records that are public.
 
     | case | what happens |
     |---|---|
-    | gradient_clip_val, accumulate_grad_batches, mixed or half precision, several devices | refused |
-    | manual optimization, several loaders, overfit_batches, reloaded loaders | refused |
-    | searches for a batch size or learning rate: they read records uncharged | refused |
-    | early stopping, best checkpoints, plateau schedulers by a metric that is not declared public | refused |
-    | ckpt_path: its steps are in no ledger | refused |
-    | training_step returns None | refused: the step was drawn and must be charged |
+    | gradient_clip_val, accumulate_grad_batches, mixed or half precision, several devices | rejected |
+    | manual optimization, several loaders, overfit_batches, reloaded loaders | rejected |
+    | searches for a batch size or learning rate: they read records uncharged | rejected |
+    | early stopping, best checkpoints, plateau schedulers by a metric not in `public_metrics` | rejected |
+    | ckpt_path: its steps are in no ledger | rejected |
+    | training_step returns None | rejected: the step was drawn and must be charged |
     """
 
     def __init__(
@@ -53,11 +53,10 @@ class PrivacyCallback(Callback):
         **options: Any,
     ) -> None:
         """`options` go to `PrivacyEngine.make_private`."""
-        self.budget = Budget(
-            delta, max_grad_norm, target_epsilon, noise_multiplier, folder, options, engine or PrivacyEngine()
-        )
-        self.max_physical_batch_size = max_physical_batch_size
-        self.public_metrics = frozenset(public_metrics)
+        self.budget = Budget(delta, max_grad_norm, target_epsilon, noise_multiplier, folder, options)
+        self.budget.engine = engine or self.budget.engine
+        self.budget.max_physical_batch_size = max_physical_batch_size
+        self.budget.public_metrics = frozenset(public_metrics)
         self.optimizer: PrivateOptimizer | None = None
 
     @property
@@ -66,11 +65,11 @@ class PrivacyCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            refuse(trainer, pl_module, self.public_metrics)
+            refuse(trainer, pl_module, self.budget.public_metrics)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first moment with optimizers, before any batch is drawn."""
-        refuse(trainer, pl_module, self.public_metrics)  # schedulers were not there before
+        refuse(trainer, pl_module, self.budget.public_metrics)  # schedulers were not there before
         loop = trainer.fit_loop
         source = loop._data_source
         loader = self.budget.poisson(source.dataloader())
@@ -81,7 +80,9 @@ class PrivacyCallback(Callback):
         (optimizer,) = trainer.optimizers  # Lightning refuses more, since optimization is automatic
         self.optimizer = self.budget.spend(pl_module, optimizer, loader, planned(trainer))
         if self.budget.charged and trainer.lr_scheduler_configs:
-            raise GredpError("a run with learning rate schedulers cannot go on: their place was not kept")
+            raise GredpError(
+                "a run with learning rate schedulers cannot be resumed: their state is not saved"
+            )
         trainer.optimizers = [self.optimizer]
         pl_module.training_step = self._private_step(pl_module.training_step)
 
@@ -91,29 +92,19 @@ class PrivacyCallback(Callback):
         assert private is not None
         takes = inspect.signature(whole).parameters
         if "dataloader_iter" in takes:
-            raise GredpError("training_step draws batches itself (dataloader_iter): let it take a batch")
-
-        def part(batch: Any, rows: slice, batch_idx: int) -> Any:
-            batch = part_of(batch, rows)
-            with private.capture.one_pass(batch):
-                result = whole(batch, *[batch_idx][: len(takes) - 1])
-            if result is None:
-                raise GredpError("training_step returned None: a batch that was drawn cannot be left out")
-            # Here, since Lightning divides it before the backward, after which it cannot be told.
-            private.capture.reduction.reject_other([loss_of(result)], records(batch))
-            return result
+            raise GredpError("training_step draws its own batches (dataloader_iter): let it take a batch")
 
         def training_step(batch: Any, batch_idx: int) -> Any:
-            count = records(batch)
-            size = self.max_physical_batch_size or max(count, 1)
-            last = max(0, (count - 1) // size * size)
-            for start in range(0, last, size):
-                result = part(batch, slice(start, start + size), batch_idx)
-                loss_of(result).backward()
-                private.signal_skip_step(True)
-                private.step()
-            private.signal_skip_step(False)
-            return part(batch, slice(last, None), batch_idx)
+            for part, last in self.budget.parts(batch, records(batch)):
+                with private.capture.one_pass(part):
+                    result = whole(part, *[batch_idx][: len(takes) - 1])
+                if result is None:
+                    raise GredpError("training_step returned None: a batch that was drawn cannot be skipped")
+                # Here, since Lightning divides it before the backward, after which it cannot be told.
+                private.capture.reduction.reject_other([loss_of(result)], records(part))
+                if not last:
+                    loss_of(result).backward()
+            return result
 
         return training_step
 
@@ -121,11 +112,10 @@ class PrivacyCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """What callbacks of others may have changed since the start."""
-        refuse(trainer, pl_module, self.public_metrics)
+        refuse(trainer, pl_module, self.budget.public_metrics)
         (inner,) = (getattr(o, "optimizer", o) for o in trainer.optimizers)
-        if inner is not self.optimizer or not isinstance(
-            trainer.train_dataloader.batch_sampler, PoissonBatchSampler
-        ):
+        poisson = isinstance(trainer.train_dataloader.batch_sampler, PoissonBatchSampler)
+        if inner is not self.optimizer or not poisson:
             raise GredpError("the private optimizer or the Poisson batches were replaced during training")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -168,45 +158,30 @@ def records(batch: Any) -> int:
 
 
 def refuse(trainer: Trainer, pl_module: LightningModule, public: Collection[str]) -> None:
-    """Whatever of the Trainer would change a gradient, a batch or the count of steps behind our back."""
+    """Reject what would change a gradient, a batch or the number of steps."""
     for callback in trainer.callbacks:
         refuse_private_metric(type(callback).__name__, getattr(callback, "monitor", None), public)
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau:
             refuse_private_metric(type(config.scheduler).__name__, config.monitor, public)
-    searches = (BatchSizeFinder, LearningRateFinder)
-    reasons = [
-        (trainer.gradient_clip_val, "gradient_clip_val: give max_grad_norm to PrivacyCallback instead"),
-        (
-            trainer.accumulate_grad_batches != 1,
-            "accumulate_grad_batches: give max_physical_batch_size to PrivacyCallback instead",
-        ),
-        (
-            str(trainer.precision) not in ("32-true", "64-true"),
-            f"precision {trainer.precision} rounds gradients before they are clipped: use 32-true",
-        ),
-        (
-            not isinstance(trainer.strategy, SingleDeviceStrategy),
-            "several devices: use PrivacyEngine under torchrun",
-        ),
-        (
-            not pl_module.automatic_optimization,
-            "manual optimization: use PrivacyEngine in a loop of your own",
-        ),
-        (trainer.overfit_batches, "overfit_batches replaces the Poisson batches"),
-        (
-            trainer.reload_dataloaders_every_n_epochs,
-            "reload_dataloaders_every_n_epochs replaces the Poisson batches",
-        ),
-        (
-            trainer.ckpt_path,
-            "ckpt_path brings steps that are in no ledger: give a folder to PrivacyCallback",
-        ),
-        (
-            any(isinstance(callback, searches) for callback in trainer.callbacks),
-            "searches for a batch size or a learning rate read records that no ledger counts",
-        ),
-    ]
-    for present, reason in reasons:
-        if present:
-            raise GredpError(f"cannot train privately with this Trainer: {reason}")
+    precision, searches = str(trainer.precision), (BatchSizeFinder, LearningRateFinder)
+    reject(
+        {
+            "gradient_clip_val: give max_grad_norm to PrivacyCallback instead": trainer.gradient_clip_val,
+            "accumulate_grad_batches: use max_physical_batch_size": trainer.accumulate_grad_batches != 1,
+            f"precision {precision} rounds gradients before they are clipped: use 32-true": precision
+            not in ("32-true", "64-true"),
+            "several devices: use PrivacyEngine under torchrun": not isinstance(
+                trainer.strategy, SingleDeviceStrategy
+            ),
+            "manual optimization: use PrivacyEngine in your own loop": not pl_module.automatic_optimization,
+            "overfit_batches replaces the Poisson batches": trainer.overfit_batches,
+            "reload_dataloaders_every_n_epochs replaces the Poisson batches": (
+                trainer.reload_dataloaders_every_n_epochs
+            ),
+            "the steps before ckpt_path are in no ledger: use folder": trainer.ckpt_path,
+            "searches for a batch size or learning rate read records uncharged": any(
+                isinstance(callback, searches) for callback in trainer.callbacks
+            ),
+        }
+    )
