@@ -298,7 +298,7 @@ def test_wrappers_and_samplers_that_would_interfere_are_refused():
 
     for parallel, sampler in in_world(2, attempt):
         assert parallel.endswith("give the model itself")
-        assert sampler.startswith("the data loader has a DistributedSampler")
+        assert sampler.startswith("give all records without a DistributedSampler")
 
 
 def test_processes_that_join_after_make_private_are_refused(monkeypatch):
@@ -306,7 +306,7 @@ def test_processes_that_join_after_make_private_are_refused(monkeypatch):
     monkeypatch.setattr("gredp.optimizer.world_size", lambda: 2)
     message = refusal(lambda: no_gradient_step(model, optimizer, records(4)[0]))
     assert message == (
-        "2 processes, but 1 when the model was made private: join them first, then make it private"
+        "the number of processes changed (1 in make_private, 2 now): join them before make_private"
     )
 
 
@@ -478,8 +478,7 @@ def test_a_process_that_fails_within_an_exchange_joins_no_later_one(monkeypatch)
 
     first, second = in_world(2, attempt)
     assert re.sub(r"plan \w{16}", "plan", first) == (
-        "process 0 failed within step 1 of private model 1 (plan) and cannot join the others: all must start "
-        "again"
+        "process 0 failed within step 1 of private model 1 (plan): all must start again"
     )
     assert "lost contact" in second
 

@@ -625,7 +625,7 @@ def test_a_step_without_backward_is_refused_and_not_charged():
         optimizer.step()
     backward(model, x)
     optimizer.step()
-    with pytest.raises(GredpError, match="gradients are spent once"):
+    with pytest.raises(GredpError, match="without a new backward"):
         optimizer.step()
     assert optimizer.ledger.steps == 1
 
@@ -648,7 +648,7 @@ def test_training_in_eval_mode_says_what_to_call():
     model.eval()
     with pytest.raises(GredpError, match=r"call model.train\(\) before training"):
         backward(model, x)
-    with pytest.raises(GredpError, match=r"check that model.train\(\) was called"):
+    with pytest.raises(GredpError, match=r"check model.train\(\)"):
         optimizer.step()
     assert all(p.grad is None for p in model.parameters())
 
@@ -753,7 +753,7 @@ def test_parameters_of_model_and_optimizer_must_agree():
     loader = DataLoader(TensorDataset(x), batch_size=4)
     settings = {"data_loader": loader, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
     few = torch.optim.SGD(model[0].parameters(), lr=1.0)
-    with pytest.raises(GredpError, match=r"parameter 1.weight is trainable but not given to the optimizer"):
+    with pytest.raises(GredpError, match=r"parameter 1.weight is trainable but not in the optimizer"):
         PrivacyEngine().make_private(module=model, optimizer=few, **settings)
     many = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=1.0)
     with pytest.raises(GredpError, match="1 of the optimizer's parameters do not belong to the model"):
@@ -770,7 +770,7 @@ def test_a_layer_that_comes_after_make_private_is_refused():
     model, optimizer, _ = make_private(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), x)
     model[1] = nn.Linear(3, 2)
     backward(model, x)
-    with pytest.raises(GredpError, match=r"parameter 1\.weight came after make_private"):
+    with pytest.raises(GredpError, match=r"parameter 1\.weight was added after make_private"):
         optimizer.step()
 
 
@@ -792,7 +792,7 @@ def test_a_foreign_parameter_in_the_optimizer_is_refused_and_does_not_move(way):
     scale = nn.Parameter(torch.zeros(2))
     FOREIGN[way](optimizer, scale)
     (model(x) * (1 + scale)).sum(1).mean().backward()
-    with pytest.raises(GredpError, match=r"holds a parameter of shape \(2,\) that was not the model's"):
+    with pytest.raises(GredpError, match=r"a parameter of shape \(2,\) of the optimizer was not the model's"):
         optimizer.step()
     assert optimizer.ledger.steps == 0
     assert not scale.any()

@@ -81,9 +81,9 @@ def _contact() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        who = f"process {dist.get_rank()} of {dist.get_world_size()}"
         raise OutOfStep(
-            f"process {dist.get_rank()} of {dist.get_world_size()} lost contact with the others "
-            f"({_first_line(error)}): all must start again"
+            f"{who} lost contact with the others ({_first_line(error)}): all must start again"
         ) from None
 
 
@@ -102,9 +102,7 @@ def begin(what: str, number: int = 0) -> int:
     if world_size() == 1:
         return number
     if _unfinished:
-        raise OutOfStep(
-            f"process {rank()} failed within {_unfinished} and cannot join the others: all must start again"
-        )
+        raise OutOfStep(f"process {rank()} failed within {_unfinished}: all must start again")
     _unfinished, tag = what, _tag(what)
     held = torch.tensor([number, tag, -tag], device=_device())
     with _contact():
@@ -161,10 +159,8 @@ def _refuse_apart(what: str) -> None:
     places = _from_all(what)
     finish()
     other = next(i for i, place in enumerate(places) if place != places[0])
-    raise OutOfStep(
-        f"process {other} came to {places[other]}, the first process to {places[0]}: all processes must step "
-        "the same models in the same order"
-    )
+    apart = f"process {other} came to {places[other]}, the first process to {places[0]}"
+    raise OutOfStep(f"{apart}: all processes must step the same models in the same order")
 
 
 def _tag(what: str) -> int:

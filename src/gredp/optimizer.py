@@ -42,15 +42,15 @@ class PrivateOptimizer(Optimizer):
 
     | case | what happens |
     |---|---|
-    | step() without a backward since the last one | refused: those gradients were spent |
-    | a batch of the loader is stepped with again | charged at rate 1, with a warning: no new draw hides it |
-    | more or fewer inputs than records were drawn | refused: each input is clipped as one record |
-    | batches of the loader are added up, a part of one is stepped with twice | refused |
+    | step() without a backward since the last one | rejected: those gradients were spent |
+    | a second step on a batch of the loader | charged at rate 1, with a warning: no new draw hides it |
+    | more or fewer inputs than records were drawn | rejected: each input is clipped as one record |
+    | batches of the loader are added up, a second step on a part of one | rejected |
     | batches of the caller's own, before the loader was used | charged as the loader's: the caller's word |
-    | an exception within step() | the sum is forgotten; what was charged stays charged |
+    | an exception within step() | the sum is dropped; what was charged stays charged |
     | an empty batch | noise alone; charged |
-    | zero_grad() before step() | the last backward is forgotten; nothing charged |
-    | correlated noise, and a batch of the loader was left out or comes again | refused |
+    | zero_grad() before step() | the last backward is dropped; nothing charged |
+    | correlated noise, and a batch of the loader is skipped or repeated | rejected |
     """
 
     param_groups = _of_original("param_groups")
@@ -181,17 +181,12 @@ class PrivateOptimizer(Optimizer):
                 loss = closure()
         self._refuse_strangers()
         if world_size() != self._processes:
-            raise GredpError(
-                f"{world_size()} processes, but {self._processes} when the model was made private: "
-                "join them first, then make it private"
-            )
+            were = f"{self._processes} in make_private, {world_size()} now"
+            raise GredpError(f"the number of processes changed ({were}): join them before make_private")
         inputs = self.capture.inputs
         spectra = self.capture.take()
         if spectra is None:
-            raise GredpError(
-                "optimizer.step() without a new backward pass: gradients are spent once; "
-                "check that model.train() was called and that the loss depends on the model"
-            )
+            raise GredpError("optimizer.step() without a new backward pass: check model.train() and the loss")
         try:
             draw, last = self._draw_of(spectra.batch, inputs)
             if last:
@@ -222,18 +217,14 @@ class PrivateOptimizer(Optimizer):
         for name, parameter in self.capture.module.named_parameters():
             ours = self._parameters.get(name) is parameter
             if not ours and (parameter.requires_grad or parameter.grad is not None):
-                came = "was unfrozen" if name in self._frozen else "came"
+                came = "was unfrozen" if name in self._frozen else "was added"
                 raise GredpError(
-                    f"parameter {name} {came} after make_private: its gradient would be neither clipped nor "
-                    "noised; change the model first, then make it private"
+                    f"parameter {name} {came} after make_private, uncertified: change the model first"
                 )
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter not in self._owned:
-                raise GredpError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not the "
-                    "model's in make_private: it would move by its raw gradient; make it part of the model "
-                    "first, then make that private"
-                )
+                what = f"a parameter of shape {tuple(parameter.shape)}"
+                raise GredpError(f"{what} of the optimizer was not the model's in make_private: remove it")
 
     def _draw_of(self, records: int, inputs: list[StorageWeakRef]) -> tuple[Draw | None, bool]:
         """The draw that these records are of, and whether they complete it; None for batches of the caller's.
@@ -250,7 +241,7 @@ class PrivateOptimizer(Optimizer):
             return part.draw, part.last
         before = self.private_step.records if self.private_step.accumulated else 0
         if self.handed.in_parts and before:
-            raise GredpError("this part of a batch was stepped with already: its records would count twice")
+            raise GredpError("this part of a batch was stepped on already: its records would count twice")
         if self._skip or self.private_step.accumulated:
             draw = self._draw_in_parts(before + records, inputs)
         else:
@@ -270,19 +261,18 @@ class PrivateOptimizer(Optimizer):
             draw is not self._summed or newest is not self._newest or records > most
         ):
             raise GredpError(
-                "these are inputs of more than one draw of the loader, and a record may be in several draws: "
-                "for larger batches give the loader a larger batch_size, and bound memory by "
-                "BatchMemoryManager; the sum is forgotten"
+                "these inputs are of more than one draw, and a record may be in several: for larger batches "
+                "use a larger batch_size with BatchMemoryManager; the sum is dropped"
             )
         return draw if self._skip else handed.find(records, inputs)
 
     def _refuse_out_of_turn(self, draw: Draw | None) -> None:
         if self.split is None or (draw is not None and not draw.used and draw.turn == self.next_turn):
             return
+        given = "a batch of your own" if draw is None else f"that of step {draw.turn + 1}"
         raise GredpError(
-            f"step {self.next_turn + 1} needs the batch that the loader drew for it, not that of step "
-            f"{'none' if draw is None else draw.turn + 1}: with correlation bands every batch is "
-            "stepped with once, in order, before the next one is taken"
+            f"step {self.next_turn + 1} needs the batch that the loader drew for it, not {given}: with "
+            "correlation bands, step on each batch once, in order, before taking the next"
         )
 
     def _charge(self, draw: Draw | None) -> None:
@@ -292,11 +282,8 @@ class PrivateOptimizer(Optimizer):
         if self.private_step.agree(self.ledger.steps + 1, stale):
             # Given what the first step on a batch showed, who was drawn into it is no secret any more: the
             # step is a Gaussian mechanism without sampling, composed with the first one (docs/theory.md).
-            warnings.warn(
-                "a step on a batch that was stepped with before is charged without amplification by "
-                "sampling, at rate 1: take a new batch from the loader for each step",
-                stacklevel=4,
-            )
+            again = "a second step on a batch is charged without amplification by sampling, at rate 1"
+            warnings.warn(f"{again}: take a new batch from the loader for each step", stacklevel=4)
             rate = 1.0
         if draw is not None:
             self.handed.use(draw)

@@ -1,7 +1,7 @@
 """Where secret random numbers come from: a 256-bit secret of the process, a keystream for each use of it.
 
 Formal guarantee. key = HMAC-SHA256(secret, purpose, incarnation, numbers), and the bits are AES-256 in
-counter mode under that key: to whoever does not hold the secret they cannot be told from uniform ones. The
+counter mode under that key: without the secret they look uniform. The
 secret comes from the operating system, is written nowhere and is gone with the process, so a run that is
 resumed cannot repeat a draw even if it wanted to.
 """
@@ -25,7 +25,7 @@ from gredp.errors import GredpError
 class Secret:
     """Gives a keystream for every (purpose, numbers); the caller never asks for the same twice.
 
-    Who has no numbers of his own takes `fresh` ones, which all users of the secret share.
+    Callers without numbers of their own take `fresh` ones, which all users of the secret share.
 
     `insecure_seed` makes the draws repeatable, for tests only: they are no secret then.
     """
@@ -59,9 +59,7 @@ class Secret:
         return unit_interval(self.keystream(8 * count, purpose, *numbers), count)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise GredpError(
-            "a secret is neither copied nor stored: a copy would repeat its draws on other inputs"
-        )
+        raise GredpError("a secret cannot be copied or stored: a copy would repeat its draws")
 
     def __repr__(self) -> str:
         return "Secret()"
@@ -71,7 +69,7 @@ class Secret:
 class Split:
     """Which of `parts` parts each record belongs to: AES-256 of its number, modulo `parts`.
 
-    Formal guarantee. To whoever does not hold the key the records fall into parts independently and evenly,
+    Formal guarantee. Without the key, records fall into parts independently and evenly,
     so that a record more or less leaves the law of the others' parts as it was. Given the split, ε still
     holds for neighbors in which the other records keep their numbers: it may lie in the run's folder.
     """

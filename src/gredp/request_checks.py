@@ -1,4 +1,4 @@
-"""What `make_private` is asked for, refused in one line where it cannot be certified."""
+"""Rejects, in one line each, requests to `make_private` that cannot be certified."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +26,10 @@ def whole_bands(bands: int | str) -> int:
 def checked_schedule(
     stages: Sequence[tuple[int, float]] | NoiseSchedule | None, bands: int | str
 ) -> NoiseSchedule:
-    """Refused where it would change noise that later steps take back: the proof has one deviation for all."""
+    """Rejected with bands: later steps take noise back, and the proof has one deviation for all steps."""
     schedule = NoiseSchedule.of(stages)
     if bands != 1 and not schedule.constant:
-        raise GredpError("nothing is proven for a noise schedule with correlation bands: take one of the two")
+        raise GredpError("nothing is proven for a noise schedule with correlation bands: use one of the two")
     return schedule
 
 
@@ -39,18 +39,13 @@ def check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool
     if loss_reduction not in ("mean", "sum"):
         raise GredpError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
     if not poisson_sampling:
-        raise GredpError(
-            "poisson_sampling=False is not offered: the accountant's ε holds for Poisson batches only"
-        )
+        raise GredpError("poisson_sampling=False is not supported: ε holds for Poisson batches only")
     if mode == "ghost_fsdp":
         raise GredpError(
-            "grad_sample_mode 'ghost_fsdp' is not offered: a model in shards hides its parameters from the "
-            "hooks; give the model itself and 'ghost', and several processes under torchrun train it as one"
+            "grad_sample_mode 'ghost_fsdp' is not supported: use 'ghost' under torchrun, unsharded"
         )
     if mode not in GRAD_SAMPLE_MODES:
-        raise GredpError(
-            f"grad_sample_mode {mode!r} is not offered: {', '.join(GRAD_SAMPLE_MODES)} all mean the same"
-        )
+        raise GredpError(f"unknown grad_sample_mode {mode!r}: {', '.join(GRAD_SAMPLE_MODES)} mean the same")
 
 
 def check_criterion(criterion: Any, loss_reduction: str) -> None:
@@ -60,25 +55,19 @@ def check_criterion(criterion: Any, loss_reduction: str) -> None:
     weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
     if weighted and reduction == "mean":
         raise GredpError(
-            "the criterion divides by the weights of the classes that were drawn, which couples records: "
-            "weigh the records' own losses and take their mean"
+            "mean over class weights couples records: weigh each record's loss, then take the mean"
         )
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    errors = validate(module)
-    if errors:
+    if errors := validate(module):
         raise errors[0]
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise GredpError(
-            "DistributedDataParallel would add up gradients that were not clipped: give the model itself"
-        )
+        raise GredpError("DistributedDataParallel would add unclipped gradients: give the model itself")
     if isinstance(optimizer, PrivateOptimizer):
         raise GredpError("this optimizer is private already")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise GredpError(
-            "LBFGS evaluates the loss several times in a step: use an optimizer that does so once"
-        )
+        raise GredpError("LBFGS evaluates the loss several times in a step: use another optimizer")
     names = {id(p): n for n, p in module.named_parameters()}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     foreign = stepped - set(names)
@@ -87,10 +76,7 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     trainable = {id(p) for p in module.parameters() if p.requires_grad}
     loose = [names[i] for i in names if i in trainable - stepped]
     if loose:
-        raise GredpError(
-            f"parameter {loose[0]} is trainable but not given to the optimizer: "
-            "freeze it with requires_grad_(False), or add it"
-        )
+        raise GredpError(f"parameter {loose[0]} is trainable but not in the optimizer: freeze or add it")
     if not trainable:
         raise GredpError("the model has no trainable parameter")
     if any(h for p in module.parameters() for h in (p._backward_hooks or {}).values() if _is_ours(h)):

@@ -22,7 +22,7 @@ from gredp import PrivacyEngine
 from gredp.app.cli import main
 from gredp.app.data import load
 from gredp.errors import GredpError
-from gredp.storage.checkpoint import model_tensors
+from gredp.storage.checkpoint import tensor_groups
 from gredp.storage.files import read_document, seal, write, write_document
 from gredp.storage.ledger_file import LedgerFile
 from gredp.storage.run_folder import RunFolder
@@ -219,7 +219,7 @@ def test_crafted_tensors_are_refused_and_nothing_runs(copy, kind):
     write_document(newer, facts)  # as someone would who knows the format
     held = RunFolder.open(copy)
     with pytest.raises(GredpError, match="cannot be read"):
-        model_tensors(held.newest())
+        tensor_groups(held.newest())
     held.close()
     assert not Path("/tmp/gredp-was-here").exists()
 

@@ -180,9 +180,9 @@ def test_another_number_of_processes_on_resume_is_refused(folder, capsys):
     assert statuses == [2, -signal.SIGKILL]
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--resume", str(folder / "run")])
-    assert "another processes (2) than is asked for now (1)" in capsys.readouterr().err
+    assert "another processes (2) than now (1)" in capsys.readouterr().err
     assert resume(folder, 4) == [2] * 4
-    assert "another processes (2) than is asked for now (4)" in error(folder / "rank0")
+    assert "another processes (2) than now (4)" in error(folder / "rank0")
 
 
 def test_a_mistake_that_the_first_process_finds_is_told_once(folder):

@@ -78,8 +78,8 @@ class HandedOut:
         assert self.unused is not None
         if self.waiting is not None:
             raise GredpError(
-                "the next batch, or part of one, was taken before optimizer.step() was called for the "
-                "previous one: a record could count twice; call step() for each in turn, and fetch none ahead"
+                "a batch, or part of one, was taken before optimizer.step() was called for the previous one: "
+                "call step() for each in turn, and prefetch none"
             )
         if self.in_parts:
             self.waiting = part
@@ -109,9 +109,8 @@ class HandedOut:
         """Refuse a model run on another number of inputs than records were drawn."""
         if inputs != drawn:
             raise GredpError(
-                f"the model was run on {inputs} inputs, but {drawn} records were drawn: each is clipped by "
-                "itself, so it must be one record; train on whole batches of the loader, and for several "
-                "inputs of a record use make_private(views=…) or reshape within the model"
+                f"the model was run on {inputs} inputs, but {drawn} records were drawn: use whole batches of "
+                "the loader, and for several inputs of a record make_private(views=…)"
             )
 
     def by_memory(self, inputs: Iterable[StorageWeakRef]) -> Draw | None:

@@ -59,14 +59,11 @@ def poisson_loader(
     records, kind = len(cast(Sized, loader.dataset)), type(order)
     if issubclass(kind, DistributedSampler):
         raise GredpError(
-            "remove the DistributedSampler, and give all records and the whole batch_size: processes share "
-            "each batch by themselves"
+            "give all records without a DistributedSampler: processes share each batch themselves"
         )
     if not issubclass(kind, SequentialSampler | RandomSampler) or len(order) != records:
-        raise GredpError(
-            f"Poisson batches from all {records} records would replace the {kind.__name__}: to train on some "
-            "of them, use torch.utils.data.Subset"
-        )
+        what = f"Poisson batches from all {records} records would replace the {kind.__name__}"
+        raise GredpError(f"{what}: to train on some, use torch.utils.data.Subset")
     if records == 0:
         raise GredpError("the dataset is empty: there is nothing to train on")
     if records < batch_size:
@@ -89,10 +86,7 @@ def poisson_loader(
 def reject_own_collate(loader: DataLoader[Any]) -> None:
     """Views of a record are known by their place."""
     if loader.collate_fn is not default_collate:
-        raise GredpError(
-            "with views, remove collate_fn and do its work in the dataset or in the model: it may reorder "
-            "rows, and views of a record must stay side by side"
-        )
+        raise GredpError("with views, remove collate_fn, which may not keep views of a record side by side")
 
 
 class EmptyBatches:
@@ -105,10 +99,7 @@ class EmptyBatches:
 
     def __call__(self, batch: list[Any]) -> Any:
         if get_worker_info() is not None and not self.counted:
-            raise GredpError(
-                "worker processes would prefetch batches uncounted: use num_workers=0, or the very loader "
-                "that make_private returned"
-            )
+            raise GredpError("workers would prefetch batches uncounted: use make_private's own loader")
         if batch:
             return self.collate(batch)
         return part_of(self.collate([self.dataset[0]]), slice(0))  # for its shapes and types only
@@ -127,10 +118,7 @@ def part_of(batch: Any, rows: slice) -> Any:
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if batch is None or isinstance(batch, str | int | float):
         return batch
-    raise GredpError(
-        f"a {type(batch).__name__} in a batch cannot be cut into records: collate into tensors, in tuples, "
-        "lists or dicts"
-    )
+    raise GredpError(f"a {type(batch).__name__} in a batch cannot be cut into records: collate into tensors")
 
 
 class PrivateLoader(DataLoader[Any]):

@@ -44,9 +44,8 @@ def refuse_other_records(loader: DataLoader[Any], key: bytes) -> None:
     if differing:
         error = GredpError if differing == rank() else PeerFailed
         raise error(
-            f"process {differing} has other records than the first process under the same numbers, and one "
-            "could count twice: give every process the same data set, and split it with a common seed, "
-            "random_split(…, generator=torch.Generator().manual_seed(0))"
+            f"process {differing} has other records than the first process under the same numbers: give all "
+            "the same dataset, and a common seed to random_split(…, generator=…)"
         )
 
 

@@ -5,6 +5,7 @@ gradients. Secrets of noise and sampling are no part of it, nor is the noise tha
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -25,7 +26,7 @@ RESERVED = {"model", "optimizer", "shape"}
 
 
 def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
-    """What may not change when a run goes on: all that the certificate and the accountant were given."""
+    """What may not change when a run is resumed: all that the certificate and the accountant were given."""
     plan = asdict(optimizer.private_step.plan)
     terms = {
         "noise_multiplier": optimizer.noise_multiplier,
@@ -50,22 +51,18 @@ def write_checkpoint(
     modules: Mapping[str, nn.Module],
 ) -> None:
     """`progress` is the caller's own: plain JSON. So are `modules`, by names of their own."""
-    if RESERVED & set(modules):
-        raise GredpError(f"modules to save need names other than {', '.join(sorted(RESERVED))}")
-    inner = optimizer.state_dict()
-    tensors = {f"model/{name}": value for name, value in module.state_dict().items()}
+    if RESERVED & set(modules) or any("/" in name for name in modules):
+        raise GredpError(f"modules to save need names without /, other than {', '.join(sorted(RESERVED))}")
+    inner, shape = optimizer.state_dict(), optimizer.private_step.learned_shape
+    groups = {"model": module.state_dict(), "shape": {} if shape is None else shape.state(), "optimizer": {}}
+    groups |= {name: other.state_dict() for name, other in modules.items()}
     numbers: dict[str, dict[str, Any]] = {}
     for index, state in inner["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer/{index}/{key}"] = value
+                groups["optimizer"][f"{index}/{key}"] = value
             else:
                 numbers.setdefault(str(index), {})[key] = value
-    shape = optimizer.private_step.learned_shape
-    if shape is not None:
-        tensors |= {f"shape/{name}": value for name, value in shape.state().items()}
-    for key, other in modules.items():
-        tensors |= {f"{key}/{name}": value for name, value in other.state_dict().items()}
     facts = {
         "contract": contract(optimizer),
         "optimizer": {"state": numbers, "param_groups": inner["param_groups"]},
@@ -76,21 +73,21 @@ def write_checkpoint(
         json.dumps(facts)
     except (TypeError, ValueError) as error:
         raise GredpError(f"the state of the optimizer cannot be kept as JSON: {one_line(error)}") from None
+    tensors = {f"{group}/{name}": t for group, named in groups.items() for name, t in named.items()}
     # Clones: tied parameters share memory, which the format does not have.
-    folder.save(save({n: v.detach().cpu().contiguous().clone() for n, v in tensors.items()}), facts)
+    folder.save(save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}), facts)
 
 
-def model_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The weights alone, by name."""
-    return _group(checkpoint, "model")
-
-
-def _group(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+def tensor_groups(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    """By what they belong to, then by name: "model" holds the weights."""
+    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
-        tensors = load(checkpoint.tensors)
+        for name, tensor in load(checkpoint.tensors).items():
+            group, _, rest = name.partition("/")
+            groups[group][rest] = tensor
     except SafetensorError as error:
         raise GredpError(f"the checkpoint's tensors cannot be read: {one_line(error)}") from None
-    return {key.removeprefix(name + "/"): t for key, t in tensors.items() if key.startswith(name + "/")}
+    return groups
 
 
 def restore(
@@ -99,38 +96,34 @@ def restore(
     optimizer: PrivateOptimizer,
     modules: Mapping[str, nn.Module],
 ) -> dict[str, Any]:
-    """Put everything back; gives the caller's progress. Another contract than the checkpoint's is refused.
+    """Put everything back; gives the caller's progress. Another contract is rejected.
 
     Nothing is believed: weights and optimizer have the shapes and types of the model, all numbers are
-    finite, counts lie within the ledger, and the weights of a learned shape are computed anew. What is out of
-    its domain is refused before the model or the optimizer changes.
+    finite, counts lie within the ledger, and the weights of a learned shape are recomputed. What is out of
+    its domain is rejected before the model or the optimizer changes.
     """
     now, then = contract(optimizer), {"correlation_bands": 1, **checkpoint.facts.get("contract", {})}
     for key in now:
         if now[key] != then.get(key):
             was, told = (f" ({json.dumps(x)})" if key != "plan" else "" for x in (then.get(key), now[key]))
             raise GredpError(
-                f"the run was started with another {key}{was} than is asked for now{told}: "
-                "a run goes on as it began; to change it, fork the run"
+                f"the run began with another {key}{was} than now{told}: to change it, fork the run"
             )
     try:
-        weights = model_tensors(checkpoint)
-        kept = {key: _group(checkpoint, key) for key in modules}
+        groups, loaded = tensor_groups(checkpoint), {"model": module, **modules}
         progress, before = dict(checkpoint.facts["progress"]), checkpoint.facts["charged_before"]
         if type(before) is not int or not 0 <= before <= checkpoint.facts["ledger"]["steps"]:
             raise GredpError(f"the checkpoint says that {before} steps were charged before the run")
-        _refuse_weights(module, weights)
-        for key, other in modules.items():
-            _refuse_weights(other, kept[key])
-        state = _optimizer_state(checkpoint, optimizer)
+        for key, each in loaded.items():
+            _refuse_weights(each, groups[key])
+        state = _optimizer_state(checkpoint.facts["optimizer"], groups["optimizer"], optimizer)
         shape = optimizer.private_step.learned_shape
         if shape is not None:
-            shape.restore(_group(checkpoint, "shape"))
+            shape.restore(groups["shape"])
         optimizer.load_state_dict(state)
         optimizer.charged_before = before
-        for key, other in modules.items():
-            load_weights(other, kept[key])
-        load_weights(module, weights)
+        for key, each in loaded.items():
+            load_weights(each, groups[key])
         return progress
     except GredpError:
         raise
@@ -138,11 +131,12 @@ def restore(
         raise GredpError(f"the checkpoint is not of this version of gredp: {one_line(error)}") from None
 
 
-def _optimizer_state(checkpoint: Checkpoint, optimizer: PrivateOptimizer) -> dict[str, Any]:
+def _optimizer_state(
+    kept: dict[str, Any], tensors: dict[str, Tensor], optimizer: PrivateOptimizer
+) -> dict[str, Any]:
     """For `load_state_dict`: finite, of parameters that are there, and in torch's own of their shape."""
-    kept = checkpoint.facts["optimizer"]
     state: dict[int, dict[str, Any]] = {int(number): dict(row) for number, row in kept["state"].items()}
-    for name, tensor in _group(checkpoint, "optimizer").items():
+    for name, tensor in tensors.items():
         number, _, key = name.partition("/")
         state.setdefault(int(number), {})[key] = tensor
     own = optimizer.original_optimizer

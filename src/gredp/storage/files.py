@@ -96,7 +96,7 @@ def write_document(path: Path, value: Any, mode: int = 0o644) -> None:
 
 
 def read_document(path: Path) -> Any:
-    """The value that `write_document` was given; anything else is refused."""
+    """The value that `write_document` was given; anything else is rejected."""
     content = read(path)
     try:
         return unseal(content.decode().removesuffix("\n"))[0]

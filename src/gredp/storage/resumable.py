@@ -16,7 +16,7 @@ from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.randomness import Secret, Split
 from gredp.sampling import PrivateLoader
-from gredp.storage.checkpoint import model_tensors, restore, write_checkpoint
+from gredp.storage.checkpoint import restore, tensor_groups, write_checkpoint
 from gredp.storage.run_folder import Checkpoint, RunFolder
 
 
@@ -47,9 +47,9 @@ class Resumable:
 
         | case | what happens |
         |---|---|
-        | the folder exists and is not this run's | refused |
-        | another process holds it | refused |
-        | the disk is full | refused; the last checkpoint stays whole |
+        | the folder exists and is not this run's | rejected |
+        | another process holds it | rejected |
+        | the disk is full | rejected; the last checkpoint stays whole |
         | several processes | the first one writes, the others do nothing |
         """
         module, optimizer = self._private()
@@ -67,7 +67,7 @@ class Resumable:
         write_checkpoint(self._folder, module, optimizer, progress or {}, modules or {})
 
     def load(self, path: str | Path, modules: Mapping[str, nn.Module] | None = None) -> dict[str, Any]:
-        """Go on from the newest whole checkpoint of `path`, after `make_private` with the same settings.
+        """Resume from the newest whole checkpoint of `path`, after `make_private` with the same settings.
 
         Steps that were charged after that checkpoint stay charged, and noise and batches are drawn afresh: ε
         is never below that of an uninterrupted run. Returns the `progress` that was saved; `modules` get
@@ -75,22 +75,20 @@ class Resumable:
 
         | case | what happens |
         |---|---|
-        | settings that the certificate or the accountant depend on have changed | refused, with both values |
-        | a damaged checkpoint | the one before it, with a warning; if there is none, refused |
-        | a damaged or shortened ledger | refused: what was spent is not known any more |
-        | steps charged to this engine before | refused |
-        | a noise_generator was given | refused: seeded alike, it would repeat its noise |
+        | settings that the certificate or accountant depend on have changed | rejected, with both values |
+        | a damaged checkpoint | the one before it, with a warning; if there is none, rejected |
+        | a damaged or shortened ledger | rejected: what was spent is unknown |
+        | steps charged to this engine before | rejected |
+        | a noise_generator was given | rejected: seeded alike, it would repeat its noise |
         | correlation bands | the parts take turns as before; no noise of earlier starts is taken back |
         """
         module, optimizer = self._private()
         if not isinstance(optimizer.private_step.source, SecretSource):
-            raise GredpError("a run goes on with fresh noise: make it private without a noise_generator")
+            raise GredpError("a resumed run needs fresh noise: call make_private without a noise_generator")
         if self._loader is not None and self._loader.generator is not None:
-            raise GredpError("a run goes on with fresh batches: give a data loader without a generator")
+            raise GredpError("a resumed run needs fresh batches: give a data loader without a generator")
         if self._folder is not None or self.ledger.steps:
-            raise GredpError(
-                f"this engine has charged {self.ledger.steps} steps already: load into a new one"
-            )
+            raise GredpError(f"{self.ledger.steps} steps are charged already: load into a new engine")
         held: list[RunFolder] = []
         try:
             facts, tensors = run_on_rank_zero(lambda: _open(Path(path), held), "the run to load")
@@ -124,7 +122,7 @@ class Resumable:
         """Begin with all that the run in `path` has spent, before `make_private`; returns its newest weights.
 
         The ε of this engine then covers the parent's steps too. What either of the two spends later is
-        charged to its own ledger: who publishes both adds both up.
+        charged to its own ledger: to publish both, add both up.
         """
         if self._optimizer is not None or self.ledger.steps:
             raise GredpError("fork a run before make_private, with a new engine")
@@ -135,7 +133,7 @@ class Resumable:
             for parent in held:
                 parent.close()
         self.ledger.begin_with([Entry(**row) for row in facts["entries"]])
-        return model_tensors(Checkpoint(tensors, {}))
+        return tensor_groups(Checkpoint(tensors, {}))["model"]
 
     def _new_split(self, parts: int) -> Split:
         self._splits += 1
@@ -159,7 +157,7 @@ class Resumable:
         self._folder = folder
 
     def detach(self) -> None:
-        """Take the hooks off the model and let go of the run folder; what was spent stays spent."""
+        """Remove the hooks from the model and close the run folder; what was spent stays spent."""
         self.ledger.ceiling = None
         if self._capture is not None:
             self._capture.detach()
