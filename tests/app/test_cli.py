@@ -271,7 +271,7 @@ def test_files_that_are_no_archives_are_refused(capsys, tmp_path):
         (["--lr", "-1"], "--lr must be a positive number, not -1.0"),
         (["--epochs", "0"], "--epochs must be at least 1, not 0"),
         (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
-        (["--batch-size", "5000"], "5000 is larger than the data set of 1438"),
+        (["--batch-size", "5000"], "5000 is larger than the dataset of 1438"),
         (["--momentum", "1"], "not 1.0"),
         (["--block", "-1"], "--block must be 0"),
         (["--clipping", "soft"], "unknown clipping 'soft'"),

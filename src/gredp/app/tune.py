@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 #: why a choice cannot use an option of training → those options
 UNUSABLE: dict[str, tuple[str, ...]] = {
+    "give its settings as options": ("recipe",),
     "it holds out --score-share of the records itself": ("validation",),
     "its trials train on the records in memory": ("pretrained", "features"),
-    "give its settings as options": ("recipe",),
     "losing trials and their number must stay unseen": ("track",),
     "a private choice needs private trials": ("claim", "insecure_seed"),
     "it prices independent steps of equal noise only": ("correlation_bands", "noise_schedule"),
