@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gredp.gradient.per_sample import PerSampleGradient
@@ -115,7 +116,7 @@ def _shapes(units: Sequence[Unit], run: Callable[[], Any]) -> Seen:
         seen.setdefault(layer, []).append((full_precision(x.to("meta")), full_precision(out.to("meta"))))
 
     # A dropout on the way may draw; nobody shall notice.
-    with noting([unit.layer for unit in units], note), torch.random.fork_rng([]), torch.no_grad():
+    with noting([unit.layer for unit in units], note), fork_rng([]), torch.no_grad():
         run()
     return seen
 

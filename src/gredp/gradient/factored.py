@@ -44,8 +44,7 @@ class Outer(Factored):
 
     def compact(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
         """Of a sequence, the product itself where it fits: no second one is needed for the sum then."""
-        _, positions, o = self.left.shape
-        i = self.right.shape[2]
+        positions, o, i = *self.left.shape[1:], self.right.shape[2]
         # Two Gram matrices and the product over all records, against the product and looks at the result.
         gram = positions * positions * (o + i) / 40 + positions * o * i / 45 + positions * (o + i) / 2
         if positions == 1 or self.batch * o * i > KEPT or gram < positions * o * i / 40 + 2 * o * i:

@@ -4,6 +4,7 @@ With kernel v = s·(w − mean w) and s = 1/√(‖w − mean w‖² + ε), a gr
 s·(κ − mean κ − v·(v·κ)): a linear map, the same for every record, so the sum needs it once.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -53,15 +54,15 @@ class Standardized(PerSampleGradient):
         return self.kernels.norm_bound() * self.scales.double().square().max()
 
     def squared_norm(self) -> Tensor:
-        return self._joined([squares(values) + margin for values, margin in self._parts()])
+        return torch.cat([squares(values) + margin for values, margin in self._parts()])
 
     def grid_energy(self) -> Tensor:
         parts = []
         for values, margin in self._parts():
             energy = grid_energy(values, self.grid_axes)
-            even = margin / energy[0].numel()
+            even = margin / math.prod(self.kernels.kernel)
             parts.append(energy + even.view(-1, *[1] * self.grid_axes))
-        return self._joined(parts, *self.kernels.kernel)
+        return torch.cat(parts)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         return self._by_weight(self.kernels.weighted_sum(factors)[None])[0]
@@ -79,6 +80,3 @@ class Standardized(PerSampleGradient):
         along = (flat * self.units).sum(2, keepdim=True)
         flat = flat - flat.mean(2, keepdim=True) - along * self.units
         return (flat * self.scales[:, None]).view_as(values)
-
-    def _joined(self, parts: list[Tensor], *shape: int) -> Tensor:
-        return torch.cat(parts) if parts else self.units.new_zeros(0, *shape, dtype=torch.float64)

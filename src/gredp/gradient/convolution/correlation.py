@@ -79,14 +79,9 @@ class Correlation(PerSampleGradient):
 
     def _materialized(self, spectral: bool = False, buffer: Buffer | None = None) -> Kernels:
         values = (buffer or Buffer()).take((self.batch, *self.layout()), self.x)
-        norms, energies = [], []
-        for _, kernels in kernels_of(self, values):
-            if spectral:
-                energies.append(kernels.grid_energy())
-            else:
-                norms.append(kernels.squared_norm())
-        taken = (torch.cat(parts) if parts else None for parts in (norms, energies))
-        return Kernels(values, self.shape, self.split, *taken)
+        parts = [k.grid_energy() if spectral else k.squared_norm() for _, k in kernels_of(self, values)]
+        taken = {"energies" if spectral else "norms": torch.cat(parts)}
+        return Kernels(values, self.shape, self.split, **taken)
 
     def dense(self) -> Tensor:
         return self._materialized().dense()
@@ -98,16 +93,14 @@ class Correlation(PerSampleGradient):
         return left * right * math.prod(self.kernel)
 
     def squared_norm(self) -> Tensor:
-        if self.batch and prefer_gram(self.geometry()):
+        if prefer_gram(self.geometry()):
             return gram_norm(self)
-        parts = [kernels.squared_norm() for _, kernels in kernels_of(self)]
-        return torch.cat(parts) if parts else self.x.new_zeros(0, dtype=torch.float64)
+        return torch.cat([kernels.squared_norm() for _, kernels in kernels_of(self)])
 
     def grid_energy(self) -> Tensor:
-        if self.batch and prefer_gram(self.geometry(), True):
+        if prefer_gram(self.geometry(), True):
             return gram_energy(self)
-        parts = [kernels.grid_energy() for _, kernels in kernels_of(self)]
-        return torch.cat(parts) if parts else self.x.new_zeros(0, *self.kernel, dtype=torch.float64)
+        return torch.cat([kernels.grid_energy() for _, kernels in kernels_of(self)])
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         if self.batch == 0:

@@ -100,7 +100,7 @@ def _padded_parts(correlation: "Correlation", step: int) -> Iterator[tuple[slice
     if zeros:
         buffer = correlation.x.new_zeros(step, correlation.x.shape[1], *correlation.padded_grid)
         inside = tuple(slice(p, p + n) for p, n in zip(correlation.pads[-2::-2], correlation.x.shape[2:]))
-    for start in range(0, len(correlation.x), step):
+    for start in range(0, max(1, len(correlation.x)), step):  # one slice of no inputs too
         part = slice(start, min(start + step, len(correlation.x)))
         if zeros:
             padded = buffer[: part.stop - part.start]

@@ -94,7 +94,7 @@ def kernels_of(correlation: "Correlation", values: Tensor | None = None) -> Iter
     zeros = correlation.x.new_zeros
     shift_input = _shifts(correlation, zeros(step, groups, inner, channels, views, *positions), False)
     shift_gradient = _shifts(correlation, zeros(step, groups, outer, outputs, views, *positions), True)
-    for start in range(0, correlation.batch, step):
+    for start in range(0, max(1, correlation.batch), step):  # one slice of no records too
         part = slice(start, min(start + step, correlation.batch))
         target = None if values is None else values[part].view(-1, rows, columns)
         for first in range(0, correlation.views, views):
