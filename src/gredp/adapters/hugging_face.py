@@ -22,7 +22,7 @@ UNCOVERED = ("loss", "train_loss", "grad_norm", "total_flos")
 NO_TARGET = -100
 
 
-class PrivateTrainer(Trainer):
+class PrivateTrainer(Trainer):  # type: ignore[misc]  # untyped here, see pyproject.toml
     """`Trainer` at a proven (ε, δ): only trainable parameters are clipped, noised and charged.
 
     Formal guarantee. That of `PrivacyEngine`. A record's loss is its own (`record_losses`): the models' own
@@ -166,7 +166,7 @@ class PrivateTrainer(Trainer):
         return 0
 
 
-class EndOfBudget(TrainerCallback):
+class EndOfBudget(TrainerCallback):  # type: ignore[misc]  # as above
     """Ends the run with its last planned step, and keeps it where a folder was given."""
 
     def __init__(self, budget: Budget) -> None:

@@ -17,7 +17,7 @@ from gredp.optimizer import PrivateOptimizer
 from gredp.sampling import PoissonBatchSampler
 
 
-class PrivacyCallback(Callback):
+class PrivacyCallback(Callback):  # type: ignore[misc]  # untyped here, see pyproject.toml
     """`Trainer(callbacks=[PrivacyCallback(...)])` trains at a proven (ε, δ) and logs "epsilon" every epoch.
 
     Formal guarantee. That of `PrivacyEngine`, with automatic optimization, provided that `training_step`

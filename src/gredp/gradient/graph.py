@@ -13,9 +13,9 @@ def in_graph(out: Tensor, reads_output: bool) -> Tensor:
     it is a view: an in-place layer behind it would rewrite the history past the hook.
     """
     if out._is_view():
-        out = out.clone() if reads_output else _Fresh.apply(out)
+        out = out.clone() if reads_output else _Fresh.apply(out)  # type: ignore[no-untyped-call]  # torch's own
     if not out.requires_grad:
-        out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))
+        out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))  # type: ignore[no-untyped-call]
     return out
 
 

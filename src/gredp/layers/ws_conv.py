@@ -1,9 +1,9 @@
 """A convolution with standardized kernels: with group normalization it does what batch normalization does."""
 
-import warnings
-
 import torch
 from torch import Tensor, nn
+
+from gredp.errors import deprecated
 
 #: keeps a constant kernel, which has no direction, from dividing by zero
 EPS = 1e-6
@@ -24,11 +24,7 @@ class WSConv2d(nn.Conv2d):
 
     def standardised(self) -> tuple[Tensor, Tensor]:
         """Deprecated: `standardized`."""
-        warnings.warn(
-            "WSConv2d.standardised is now standardized; version 0.3 removes it",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        deprecated("WSConv2d.standardised", "standardized", "0.3")
         return self.standardized()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -216,6 +216,33 @@ class BatchMemoryManager:
 
     Logical batches, their noise and their price stay as they are; `optimizer.step()` only adds up until
     the last part of a logical batch has arrived.
+
+    | argument | default | meaning |
+    |---|---|---|
+    | `data_loader` | | the loader that `make_private` returned |
+    | `max_physical_batch_size` | | inputs in memory at once; the views of a record stay together |
+    | `optimizer` | | the optimizer that `make_private` returned |
+
+    >>> import torch
+    >>> from gredp import PrivacyEngine
+    >>> model, data = torch.nn.Linear(3, 1), torch.utils.data.TensorDataset(torch.ones(40, 3))
+    >>> model, optimizer, loader = PrivacyEngine().make_private(
+    ...     module=model,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data_loader=DataLoader(data, batch_size=40),
+    ...     noise_multiplier=1.0,
+    ...     max_grad_norm=1.0,
+    ... )
+    >>> with BatchMemoryManager(
+    ...     data_loader=loader, max_physical_batch_size=16, optimizer=optimizer
+    ... ) as parts:
+    ...     for (x,) in parts:
+    ...         model(x).mean().backward()
+    ...         optimizer.step()
+    ...         print(len(x), optimizer.ledger.steps)
+    16 0
+    16 0
+    8 1
     """
 
     def __init__(

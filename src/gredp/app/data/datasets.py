@@ -184,8 +184,8 @@ def _own(path: Path, table: bool, holdout: float | None, image_size: int | None)
         apart = held_out(x, y, holdout, "test")
         x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
     tensor = torch.from_numpy if table else pixels
-    y, y_test = (torch.from_numpy(labels.astype(np.int64)) for labels in (y, y_test))
-    return Splits(path.stem, classes, tensor(x), y, tensor(x_test), y_test)
+    labels, test_labels = (torch.from_numpy(each.astype(np.int64)) for each in (y, y_test))
+    return Splits(path.stem, classes, tensor(x), labels, tensor(x_test), test_labels)
 
 
 def map_folder(path: Path) -> dict[str, np.ndarray]:
