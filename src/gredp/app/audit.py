@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
+from gredp.app.settings import Flag, check_ranges
 from gredp.errors import GredpError
 from gredp.mechanisms import ClaimName, MethodName, NoiseName, mechanism
 from gredp.privacy.accountant import check_delta, round_up
@@ -33,11 +32,11 @@ class AuditSettings:
     """whose ε is attacked: the proven one, or the paper's for the same noise"""
     clipping: str | None = None
     """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2, its default under --claim paper)"""
-    all: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    all: Flag = False
     """every method, and every claim of the paper: proven claims must stand, the paper's must fall"""
-    self_test: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    self_test: Flag = False
     """play steps with known bugs; each must be caught"""
-    one_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    one_run: Flag = False
     """one training of a real network with many canaries: an alarm for gross errors only"""
     run: str | None = None
     """run folder of `gredp train`: audit its method and add the result to its record"""
@@ -62,36 +61,19 @@ class AuditSettings:
     """write a figure here (.svg, .png or .pdf)"""
     out: str | None = None
     """write the record here"""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: Flag = False
     """print one JSON object instead of a table"""
 
     def check(self) -> None:
         """Reject what can be rejected without playing."""
         modes = [self.all, self.self_test, self.one_run, self.run is not None, self.target is not None]
-        sigma = 1.0 if self.sigma is None else self.sigma
-        for wrong, message in (
-            (sum(modes) > 1, "give one of --all, --self-test, --one-run, --run and --target"),
-            (not 0 < self.alpha < 1, f"--alpha must lie strictly between 0 and 1, not {self.alpha}"),
-            (self.plays is not None and self.plays < 20, f"--plays must be at least 20, not {self.plays}"),
-            (not 0 < sigma < math.inf, f"--sigma must be a positive number, not {sigma}"),
-            (
-                self.target is not None and self.sigma is None,
-                "--target needs --sigma: the noise multiplier that it claims",
-            ),
-            (self.dimension < 3, f"--dimension must be at least 3, not {self.dimension}"),
-            (not self.clip_norm > 0, f"--clip-norm must be above 0, not {self.clip_norm}"),
-            (self.steps < 1, f"--steps must be at least 1, not {self.steps}"),
-            (
-                not 0 < self.sample_rate <= 1,
-                f"--sample-rate must be above 0 and at most 1, not {self.sample_rate}",
-            ),
-            (
-                self.figure is not None and Path(self.figure).suffix not in (".svg", ".png", ".pdf"),
-                f"--figure must end in .svg, .png or .pdf, not {self.figure}",
-            ),
-        ):
-            if wrong:
-                raise GredpError(message)
+        if sum(modes) > 1:
+            raise GredpError("give one of --all, --self-test, --one-run, --run and --target")
+        check_ranges(self)
+        if self.target is not None and self.sigma is None:
+            raise GredpError("--target needs --sigma: the noise multiplier that it claims")
+        if self.figure is not None and Path(self.figure).suffix not in (".svg", ".png", ".pdf"):
+            raise GredpError(f"--figure must end in .svg, .png or .pdf, not {self.figure}")
         check_delta(self.delta)
         for folder in (Path(path).parent for path in (self.figure, self.out) if path is not None):
             if not (folder.is_dir() and os.access(folder, os.W_OK)):
@@ -219,17 +201,13 @@ def _read_record(run: str) -> dict[str, Any]:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task("playing", total=None)
+    from gredp.app.console import progress_bar
 
-        def advance(name: str, total: int) -> None:
-            bar.update(task, advance=1, total=total, description=name)
-
-        yield advance
+    with progress_bar(MofNCompleteColumn(), transient=True, disable=quiet) as bar:
+        task = bar.add_task("playing", total=None, status="")
+        yield lambda name, total: bar.update(task, advance=1, total=total, description=name)
 
 
 def _epsilon(value: float | None) -> str:

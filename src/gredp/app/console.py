@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from gredp.app.train import Run
 
 
-def progress_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
+def progress_bar(*columns: ProgressColumn, console: Console | None = None, **options: Any) -> Progress:
     """The usual columns, these, and the status of the task; on stderr."""
     shown = (*Progress.get_default_columns(), *columns, TextColumn("{task.fields[status]}"))
-    return Progress(*shown, console=console or Console(stderr=True))
+    return Progress(*shown, console=console or Console(stderr=True), **options)
 
 
 class Throughput(ProgressColumn):

@@ -42,19 +42,22 @@ RENAMED = {"front": "features", "normalise": "normalize"}
 RANGES: dict[str, tuple[Callable[[float], bool], Collection[str]]] = {
     "be a positive number": (
         lambda value: 0 < value < math.inf,
-        ("epsilon", "clip_norm", "lr", "noise_schedule", "score_noise"),
+        ("epsilon", "clip_norm", "lr", "noise_schedule", "score_noise", "sigma"),
     ),
     "be at least 1": (
         lambda value: value >= 1,
-        ("epochs", "batch_size", "max_physical_batch_size", "workers"),
+        ("epochs", "batch_size", "max_physical_batch_size", "workers", "seeds", "steps"),
     ),
+    "be at least 3": (lambda value: value >= 3, ("dimension",)),
+    "be at least 20": (lambda value: value >= 20, ("plays",)),
     "be 0 or more": (
         lambda value: value >= 0,
         ("validation", "warmup", "augment", "block", "checkpoint_seconds"),
     ),
     "be 0 or more and finite": (lambda value: 0 <= value < math.inf, ("weight_decay",)),
     "lie in [0, 1)": (lambda value: 0 <= value < 1, ("momentum", "ema", "normalize")),
-    "lie strictly between 0 and 1": (lambda value: 0 < value < 1, ("holdout", "score_share")),
+    "lie strictly between 0 and 1": (lambda value: 0 < value < 1, ("holdout", "score_share", "alpha")),
+    "be above 0 and at most 1": (lambda value: 0 < value <= 1, ("sample_rate",)),
     "lie in 1 to 4096": (lambda value: 1 <= value <= 4096, ("image_size",)),
 }
 
@@ -62,6 +65,15 @@ RANGES: dict[str, tuple[Callable[[float], bool], Collection[str]]] = {
 def option(name: str) -> str:
     """How a setting is written on the command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def check_ranges(settings: object) -> None:
+    """Reject a number of any command that lies outside its range."""
+    for rule, (holds, names) in RANGES.items():
+        for name in names:
+            value = getattr(settings, name, None)
+            if value is not None and not holds(value):
+                raise GredpError(f"{option(name)} must {rule}, not {value}")
 
 
 def current_names(values: dict[str, Any]) -> dict[str, Any]:
@@ -241,19 +253,12 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
         chosen = mechanism(self.method, self.noise, self.claim, self.clipping, bands, **self.options())
         check_delta(self.delta)
         check_trackers(self.track)
-        self._check_ranges()
+        check_ranges(self)
         if chosen.private:
             block = Block.whole("weight", "layer", (8,), 1)
             noise_scale(1.0, chosen.unit_multiplier([block], self.clip_norm, 1), self.claim)
         for conflict in chain(self._conflicts(), self._conflicts_with_runs()):
             raise GredpError(conflict)
-
-    def _check_ranges(self) -> None:
-        for rule, (holds, names) in RANGES.items():
-            for name in names:
-                value = getattr(self, name, None)
-                if value is not None and not holds(value):
-                    raise GredpError(f"{option(name)} must {rule}, not {value}")
 
     def _conflicts(self) -> Iterator[str]:
         """Options that are each right, but not together."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gredp.audit.bounds import Claim, Floats
 from gredp.audit.canaries import Grid
 from gredp.audit.game import Mechanism
-from gredp.engine import PrivacyEngine
+from gredp.engine import PrivacyEngine, Private
 from gredp.errors import GredpError
 from gredp.layers import BlockCirculantLinear, SpectralConv2d
 from gredp.privacy.ledger import Entry, mechanisms
@@ -67,14 +67,12 @@ class EngineStep:
         self,
         options: dict[str, Any],
         noise_multiplier: float,
-        clip_norm: float = 1.0,
         grids: tuple[Grid, ...] = GRIDS,
         seed: int | None = None,
     ) -> None:
-        self.grids, self.clip_norm = grids, clip_norm
-        self.options, self.noise_multiplier = options, noise_multiplier
+        self.options, self.noise_multiplier, self.grids = options, noise_multiplier, grids
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self.model, self.optimizer, _, self.engine = self._private(torch.zeros(BATCH, self.dimension), 1.0)
+        self.model, self.optimizer, _ = self._private(torch.zeros(BATCH, self.dimension), 1.0)
         step = self.optimizer.private_step
         if step.learned_shape is not None:
             # Some weights far from 1, as if learned from earlier releases; what they are is public.
@@ -95,20 +93,18 @@ class EngineStep:
             raise GredpError("the paper makes no claim about this method: use --claim proven")
         return Claim((Entry(z, entry.sample_rate, entry.steps),))
 
-    def _private(self, data: Tensor, rate: float) -> tuple[Any, Any, Any, PrivacyEngine]:
-        engine = PrivacyEngine()
-        model = LinearLoss(self.grids)
-        module, optimizer, loader = engine.make_private(
+    def _private(self, data: Tensor, rate: float) -> Private:
+        self.engine, model = PrivacyEngine(), LinearLoss(self.grids)
+        return self.engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
             data_loader=DataLoader(TensorDataset(data), batch_size=BATCH),
             noise_multiplier=self.noise_multiplier,
-            max_grad_norm=self.clip_norm,
+            max_grad_norm=1.0,
             sample_rate=rate,
             noise_generator=self.generator,
             **self.options,
         )
-        return module, optimizer, loader, engine
 
     def __call__(self, gradients: Floats) -> Floats:
         _zero(self.model)
@@ -130,7 +126,7 @@ class EngineTurn(EngineStep):
         self._earlier: list[Floats] = []
         super().__init__(options, noise_multiplier, **rest)
 
-    def _private(self, data: Tensor, rate: float) -> tuple[Any, Any, Any, PrivacyEngine]:
+    def _private(self, data: Tensor, rate: float) -> Private:
         return super()._private(data, rate / self.options["correlation_bands"])
 
     def __call__(self, gradients: Floats) -> Floats:
@@ -159,7 +155,7 @@ class EngineRun(EngineStep):
 
     def __call__(self, gradients: Floats) -> Floats:
         data = torch.from_numpy(gradients).float()
-        model, optimizer, loader, self.engine = self._private(data, self.rate)
+        model, optimizer, loader = self._private(data, self.rate)
         _zero(model)
         while self.engine.ledger.steps < self.steps:
             for (x,) in loader:

@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 import tyro
 
 from gredp.app.jobs import run_jobs
+from gredp.app.settings import check_ranges
 from gredp.errors import GredpError
 from gredp.paper.cells import Cell, Scale, Target, cells
 
@@ -38,9 +39,7 @@ class ReproduceSettings:
 
 
 def run_reproduce(settings: ReproduceSettings) -> None:
-    for name, value in (("seeds", settings.seeds), ("workers", settings.workers)):
-        if value is not None and value < 1:
-            raise GredpError(f"--{name} must be at least 1, not {value}")
+    check_ranges(settings)
     wanted = cells(settings.target, settings.scale, settings.seeds, settings.only)
     workers = settings.workers or len(os.sched_getaffinity(0))
     out, runs = Path(settings.out), Path(settings.runs)

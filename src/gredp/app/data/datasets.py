@@ -9,9 +9,9 @@ class folders are read by `images.py`, tables by `tables.py`. Nothing that could
 import os
 import warnings
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -51,36 +51,22 @@ class Splits:
         return tuple(self.x_train.shape[1:])
 
 
-class Stored(Protocol):
-    """Records that are not in memory: those that are asked for become a tensor."""
+class Stored:
+    """Records in a file, not in memory: those indexed by a list become a tensor, and are not kept."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, indices: list[int]) -> Tensor: ...
-
-    def part(self, start: int, stop: int) -> "Stored":
-        """Records `start` to `stop`, still not in memory."""
-
-
-class MappedImages:
-    """Images in a file; indexed by a list of records they are read and turned into a tensor, and not kept."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array  # [n, height, width, channels]
-        n, height, width, channels = array.shape
-        self.shape = (n, channels, height, width)
+    def __init__(self, array: np.ndarray, tensor: Callable[[np.ndarray], Tensor]) -> None:
+        self._array, self._tensor = array, tensor
+        self.shape = (len(array), *tensor(array[[0]]).shape[1:])
 
     def __len__(self) -> int:
         return len(self._array)
 
     def __getitem__(self, indices: list[int]) -> Tensor:
-        return pixels(self._array[np.asarray(indices, dtype=np.int64)])
+        return self._tensor(self._array[np.asarray(indices, dtype=np.int64)])
 
-    def part(self, start: int, stop: int) -> "MappedImages":
-        return MappedImages(self._array[start:stop])
+    def part(self, start: int, stop: int) -> "Stored":
+        """Records `start` to `stop`, still not in memory."""
+        return Stored(self._array[start:stop], self._tensor)
 
 
 def data_folder(given: str | None = None) -> Path:
@@ -137,7 +123,7 @@ def load(
     if x.shape[1:] != x_test.shape[1:]:
         shapes = " and ".join(str(tuple(s[i] for i in (3, 1, 2))) for s in (x.shape, x_test.shape))
         raise GredpError(f"{path}: training and test images differ in shape: {shapes}")
-    x_train = MappedImages(x) if mapped else pixels(x)
+    x_train = Stored(x, pixels) if mapped else pixels(x)
     return Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test)
 
 

@@ -19,7 +19,7 @@ Files = list[list[Path]]
 
 
 def load_folders(path: Path, size: int | None = None) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
-    """How many classes, and one or two splits, training first: uint8 `[n, height, width, channels]` and labels.
+    """How many classes, and one or two splits, training first: uint8 `[n, height, width, channels]`, labels.
 
     Names, size and color are those of the test images where there are any. With `size` every image is scaled
     to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in

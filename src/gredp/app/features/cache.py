@@ -49,23 +49,6 @@ class FeatureExtractor(Protocol):
         """Give the network on the features what it has from the extractor, if anything."""
 
 
-class Features:
-    """Features in a file; indexed by a list of records they become float32, and are not kept."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array  # [n, C, H, W]
-        self.shape = array.shape
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def __getitem__(self, indices: list[int]) -> Tensor:
-        return torch.from_numpy(self._array[np.asarray(indices, dtype=np.int64)]).float()
-
-    def part(self, start: int, stop: int) -> "Features":
-        return Features(self._array[start:stop])
-
-
 def extract_cached(
     extractor: FeatureExtractor, data: Splits, dataset: str, folder: str | None = None, *options: float | None
 ) -> Splits:
@@ -97,7 +80,11 @@ def extract_cached(
         raise cannot(target, "used for features", error) from None
     except ValueError as error:
         raise GredpError(f"{target} is damaged ({one_line(error)}): remove it to compute it anew") from None
-    return replace(data, x_train=Features(x_train), x_test=Features(x_test), features=True)
+    return replace(data, x_train=Stored(x_train, _floats), x_test=Stored(x_test, _floats), features=True)
+
+
+def _floats(features: np.ndarray) -> Tensor:
+    return torch.from_numpy(features).float()
 
 
 def _key(extractor: FeatureExtractor, data: Splits, path: Path | None, *options: float | None) -> str:

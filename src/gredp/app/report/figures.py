@@ -20,6 +20,7 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 
 from gredp.app.report.facts import Facts, printable
+from gredp.app.report.numbers import short
 
 SVG, LINK = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}href"
 #: stands for the page's own ink until the figure is drawn; close to black, and nobody's choice
@@ -29,6 +30,11 @@ COLORS = ("#2f7ed8", "#d9822b", "#2f9e6e", "#a45fc4", "#c94f4f", "#8a8a3a", "#3a
 #: few shades: the bar is drawn cell by cell
 SHADES = matplotlib.colormaps["viridis"].resampled(24)
 MARKERS = "os^Dvphx"
+#: by key of a row: what a picture of the spectrum shows, and its unit
+SPECTRA = {
+    "noise_std": ("Noise on a Fourier coefficient", "standard deviation, in the summed gradient"),
+    "norm_share": ("Share of the gradient's norm", "mean share of a record's gradient norm, as released"),
+}
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a layer called "$x" is no formula
@@ -103,7 +109,8 @@ def course(runs: Sequence[Facts], what: str, axis: str) -> str | None:
     lines = {run.name: list(_points(run, what, axis)) for run in runs}
     if not any(lines.values()):
         return None
-    label = "epochs" if axis == "epoch" else f"proven ε spent, at δ = {_deltas(runs)}"
+    deltas = ", ".join(sorted({short(run.spent.delta) for run in runs}))
+    label = "epochs" if axis == "epoch" else f"proven ε spent, at δ = {deltas}"
     shown = "{:.1f} %" if what == "accuracy" else "{:.3g}"
     last = {name: line[-1] for name, line in lines.items() if line}
     ends = "; ".join(f"{name}: {shown.format(y)} at {x:.4g}" for name, (x, y) in last.items())
@@ -131,10 +138,6 @@ def _points(run: Facts, what: str, axis: str) -> Iterator[tuple[float, float]]:
             yield x, y
 
 
-def _deltas(runs: Sequence[Facts]) -> str:
-    return ", ".join(sorted({f"{run.spent.delta:g}".replace("e-0", "e-") for run in runs}))
-
-
 def spectrum(rows: Sequence[dict[str, Any]], key: str) -> str | None:
     """Layers down, frequencies across, low ones left: `key` is "noise_std" or "norm_share"."""
     rows = [row for row in rows if row[key] is not None]
@@ -142,7 +145,7 @@ def spectrum(rows: Sequence[dict[str, Any]], key: str) -> str | None:
         rows = [row for row in rows if len(row["shape"]) > 1]
     if not rows:
         return None
-    what = "Noise on a Fourier coefficient" if key == "noise_std" else "Share of the gradient's norm"
+    what, unit = SPECTRA[key]
     top = max(max(row[key]) for row in rows)
     title = f"{what}, layer by layer and from low to high frequency; {_loudest(rows, key)}"
     with _figure(4.6, 0.9 + 0.2 * len(rows), printable(title)) as (figure, out):
@@ -162,14 +165,8 @@ def spectrum(rows: Sequence[dict[str, Any]], key: str) -> str | None:
         axes.tick_params(length=0)
         bar = figure.colorbar(color, ax=axes, location="top", aspect=40, pad=0.02)
         bar.solids.set(rasterized=False, edgecolor="face")  # type: ignore[union-attr]
-        bar.set_label(_unit(key), fontsize=8)
+        bar.set_label(unit, fontsize=8)
     return out[0]
-
-
-def _unit(key: str) -> str:
-    if key == "noise_std":
-        return "deviation of the noise on a coefficient of the summed gradient"
-    return "mean share of a record's gradient norm, as released"
 
 
 def _loudest(rows: Sequence[dict[str, Any]], key: str) -> str:
