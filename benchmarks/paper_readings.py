@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import PrivacyEngine
 from gredp.app.data import load
-from gredp.app.evaluate import judge
+from gredp.app.evaluate import evaluate
 from gredp.app.models.sequential import lenet5
 from gredp.storage.record import header, save
 from gredp.validation import to_spectral
@@ -137,7 +137,7 @@ def run(reading: Reading, figure: Figure, epochs: int, seed: int, data_dir: str 
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-        share, _ = judge(model, data.x_test, data.y_test, prepare)
+        share, _ = evaluate(model, data.x_test, data.y_test, prepare)
         curve.append(round(100 * share, 2))
     return {
         "reading": asdict(reading),

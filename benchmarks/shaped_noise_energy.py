@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gredp import PrivacyEngine
 from gredp.app.data import load
 from gredp.app.dataset import centered
-from gredp.app.evaluate import judge
+from gredp.app.evaluate import evaluate
 from gredp.app.models import build
 from gredp.gradient.clip import energies
 from gredp.gradient.shaping import relative_noise_energy
@@ -100,7 +100,7 @@ def measure(dataset: str, epsilon: float, epochs: int, batch: int, window: int, 
         "groups": len(optimizer.private_step.learned_shape.sizes),
         "noise_multiplier": optimizer.noise_multiplier,
         "proven_epsilon": engine.get_epsilon(1e-5),
-        "test_accuracy": judge(model, centered(data.x_test), data.y_test)[0],
+        "test_accuracy": evaluate(model, centered(data.x_test), data.y_test)[0],
         "energy_relative_to_white": rows,
         "geometric_mean_shaped": math.exp(sum(math.log(r["shaped"]) for r in rows) / len(rows)),
     }

@@ -9,7 +9,7 @@ from scipy import stats
 
 from gredp import GredpError
 from gredp.app.cli import main
-from gredp.app.compare import LEVEL, CompareSettings, Trial, summary
+from gredp.app.compare import LEVEL, ComparedRun, CompareSettings, summary
 from gredp.app.jobs import run_jobs
 from gredp.app.merge_settings import named, resolved
 from gredp.app.settings import TrainSettings
@@ -102,7 +102,7 @@ def told(*words):
 
 def test_options_reach_every_run():
     settings, given = told("--epsilon", "4", "--lr=0.3", "--methods", "dpsgd", "shaped")
-    assert Trial("shaped", 3, given, settings.epochs).arguments == [
+    assert ComparedRun("shaped", 3, given, settings.epochs).arguments == [
         "--method", "gredp", "--noise", "shaped", "--claim", "proven", "--seed", "3",
         "--lr", "0.3", "--epsilon", "4.0",
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_options_reach_every_run():
 
 def test_options_that_say_the_usual_reach_every_run_of_a_recipe():
     settings, given = told("--recipe", "mnist", "--epsilon", "2", "--epochs", "20")
-    trial = Trial("dpsgd", 0, given, settings.epochs)
+    trial = ComparedRun("dpsgd", 0, given, settings.epochs)
     run = resolved(TrainSettings, "train", trial.arguments)
     assert (run.epsilon, run.epochs, run.lr, run.features) == (2.0, 20, 4.0, "scattering")
     assert trial.epochs == 20
@@ -134,7 +134,7 @@ def test_json_is_all_that_is_printed_and_an_impossible_place_is_one_line(tmp_pat
 def test_runs_of_other_settings_are_not_taken_for_these(tmp_path):
     """Left by an interrupted comparison, or by one whose records were removed: nothing is started."""
     _, given = told("--epsilon", "8")
-    trial = Trial("dpsgd", 1, given, 20)
+    trial = ComparedRun("dpsgd", 1, given, 20)
     folder = tmp_path / "runs" / trial.name
     folder.mkdir(parents=True)
     other = resolved(TrainSettings, "train", replace(trial, shared={"epsilon": 2.0}).arguments)

@@ -88,7 +88,7 @@ def test_an_average_resumes_after_an_interruption(tmp_path):
     engine.load(tmp_path / "run", {"average": average})
     steps(model, private, average, slice(3, None))
     assert torch.equal(weights(average.module), weights(whole.module))
-    with pytest.raises(GredpError, match="names other than model, optimizer, shape"):
+    with pytest.raises(GredpError, match="other than model, optimizer, shape"):
         engine.save(tmp_path / "run", modules={"model": average})
 
 

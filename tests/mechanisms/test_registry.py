@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gredp.app.compare import Trial
+from gredp.app.compare import ComparedRun
 from gredp.app.settings import TrainSettings
 from gredp.budget import quote
 from gredp.errors import GredpError
@@ -37,7 +37,7 @@ def test_a_registered_method_is_known_to_all(louder):
     settings = TrainSettings(method="louder", filter_ratio=0.5)
     settings.check()
     assert (settings.block_size, settings.options()) == (4, {"filter_ratio": 0.5})
-    assert Trial("much-louder", 0, {}, 1).arguments[:4] == ["--method", "louder", "--noise", "white"]
+    assert ComparedRun("much-louder", 0, {}, 1).arguments[:4] == ["--method", "louder", "--noise", "white"]
 
 
 @pytest.mark.parametrize(

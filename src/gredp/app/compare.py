@@ -5,7 +5,7 @@ are those of Student's t for the mean over such runs; differences are Welch's, t
 Holm for the number of pairs. All runs see the same test set: what another one would say is not covered.
 
 The proven ε of a run holds for that run alone. A mean over several is a release of all of them, and so is the
-comparison of all runs: what they compose to, by the accountant from their ledgers, stands beside it.
+comparison of all runs: the report adds what they compose to, computed from their ledgers.
 """
 
 import os
@@ -65,7 +65,7 @@ class CompareSettings(TrainSettings):
 
 
 @dataclass(frozen=True)
-class Trial:
+class ComparedRun:
     """One run of one method, with the settings that all runs share: a job."""
 
     method: str
@@ -99,7 +99,7 @@ def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
     settings.check()
     out = Path(settings.out or "comparison")
     trials = [
-        Trial(name, seed, shared, settings.epochs)
+        ComparedRun(name, seed, shared, settings.epochs)
         for seed in range(settings.seeds)
         for name in settings.methods
     ]
@@ -115,17 +115,15 @@ def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
         _show(result, out)
 
 
-def _reject_another(out: Path, trials: Sequence[Trial]) -> None:
+def _reject_another(out: Path, trials: Sequence[ComparedRun]) -> None:
     """A folder holds one comparison: records of other settings would be mixed in."""
     for trial in trials:
-        record = read_record(out, trial)
-        if record is not None and sorted(shlex.split(record["command"])) != sorted(
-            shlex.split(command(trial))
-        ):
+        record, words = read_record(out, trial), shlex.split(command(trial))
+        if record is not None and sorted(shlex.split(record["command"])) != sorted(words):
             raise GredpError(f"{out} holds a comparison with other settings: choose another --out")
 
 
-def _records(out: Path, trials: Sequence[Trial], method: str) -> list[dict[str, Any]]:
+def _records(out: Path, trials: Sequence[ComparedRun], method: str) -> list[dict[str, Any]]:
     found = [read_record(out, trial) for trial in trials if trial.method == method]
     return [record for record in found if record is not None]
 
@@ -134,12 +132,9 @@ def summary(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Means with intervals, and each pair's difference with its interval, p-value and what follows."""
     from scipy import stats
 
-    accuracies = {
-        name: np.array([accuracy(record)[1] for record in found]) for name, found in records.items()
-    }
-    methods = {}
+    accuracies, methods = {}, {}
     for name, found in records.items():
-        values = accuracies[name]
+        values = accuracies[name] = np.array([accuracy(record)[1] for record in found])
         half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * stats.sem(values)
         methods[name] = {
             "accuracies": values.tolist(),
@@ -170,8 +165,8 @@ def composed(records: Sequence[dict[str, Any]]) -> float | None:
     if not all("ledger" in record for record in records):
         return None
     spent = Ledger.from_json([row for record in records for row in record["ledger"]])
-    said = records[0]["guarantee"]
-    return epsilon(spent.entries, said["delta"], said["accountant"])
+    first = records[0]["guarantee"]
+    return epsilon(spent.entries, first["delta"], first["accountant"])
 
 
 def _difference(name: str, a: np.ndarray, other: str, b: np.ndarray) -> dict[str, Any]:

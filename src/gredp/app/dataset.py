@@ -20,7 +20,7 @@ def centered(x: Tensor) -> Tensor:
     return 2 * x - 1 if x.dim() == 4 else x
 
 
-def as_they_are(x: Tensor) -> Tensor:
+def unchanged(x: Tensor) -> Tensor:
     """Features stay unchanged."""
     return x
 
@@ -30,7 +30,7 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, data: Splits, views: Secret | None = None) -> None:
         self.x, self.y = data.x_train, data.y_train
-        self.prepare = as_they_are if data.features else centered
+        self.prepare = unchanged if data.features else centered
         self.views = views
 
     def __len__(self) -> int:

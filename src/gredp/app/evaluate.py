@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gredp.app.data import Splits
 from gredp.app.data.datasets import Stored
-from gredp.app.dataset import as_they_are, centered
+from gredp.app.dataset import centered, unchanged
 from gredp.app.models import build
 from gredp.storage.checkpoint import load_weights
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from gredp.app.train import Run
 
 
-def judge(
-    model: nn.Module, x: "Tensor | Stored", y: Tensor, prepare: Callable[[Tensor], Tensor] = as_they_are
+def evaluate(
+    model: nn.Module, x: "Tensor | Stored", y: Tensor, prepare: Callable[[Tensor], Tensor] = unchanged
 ) -> tuple[float, float]:
     """Share of records that it gets right, and its mean cross-entropy."""
     model.eval()
     hits, loss = 0, 0.0
     with torch.no_grad():
-        for part in torch.arange(len(y)).split(1024):
-            logits = model(prepare(x[part.tolist()]))
+        for start in range(0, len(y), 1024):
+            part = list(range(start, min(start + 1024, len(y))))
+            logits = model(prepare(x[part]))
             hits += int((logits.argmax(1) == y[part]).sum())
             loss += float(F.cross_entropy(logits.double(), y[part], reduction="sum"))
     model.train()
@@ -35,8 +36,8 @@ def judge(
 
 def score(run: "Run", data: Splits) -> int:
     """How many of the test records of `data` the run's model gets right."""
-    told = run.record["settings"]
-    model = build(told["model"], data.input_shape, data.classes, told["block"])
+    settings = run.record["settings"]
+    model = build(settings["model"], data.input_shape, data.classes, settings["block"])
     load_weights(model, load_file(run.folder / "model.safetensors"))
-    share, _ = judge(model, data.x_test, data.y_test, centered)
+    share, _ = evaluate(model, data.x_test, data.y_test, centered)
     return round(share * len(data.y_test))

@@ -47,7 +47,7 @@ class Job(Protocol):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What its record holds beside its run's."""
+        """What its record adds to its run's."""
 
 
 def record_file(out: Path, job: Job) -> Path:

@@ -1,4 +1,4 @@
-"""The learning rate over a run: a function of the step, so that the ledger alone says where a run goes on."""
+"""The learning rate over a run: a function of the step, so that the ledger alone says where to resume."""
 
 import math
 from collections.abc import Callable

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 from torch.optim.lr_scheduler import LambdaLR
 
 from gredp.app.data import Splits
-from gredp.app.dataset import as_they_are, centered, describe_data, read_data
-from gredp.app.evaluate import judge
+from gredp.app.dataset import centered, describe_data, read_data, unchanged
+from gredp.app.evaluate import evaluate
 from gredp.app.learning_rate import rate_factor
 from gredp.app.session import Session, begin, block, network, resume
 from gredp.app.settings import MAY_CHANGE, TrainSettings
@@ -101,8 +102,8 @@ def _epochs(session: Session, tracked: Tracker) -> None:
         _steps(session, rate, min(left_of_epoch, session.steps - session.charged))
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            prepare = as_they_are if data.features else centered
-            share, loss = judge(session.released, data.x_test, data.y_test, prepare)
+            prepare = unchanged if data.features else centered
+            share, loss = evaluate(session.released, data.x_test, data.y_test, prepare)
             spent = session.engine.get_epsilon(settings.delta)
             found = {f"{settings.split}_accuracy": share, f"{settings.split}_loss": loss}
             session.metrics[-1] |= {"proven_epsilon": spent, **found}
@@ -130,7 +131,7 @@ def _steps(session: Session, rate: LambdaLR, steps: int) -> None:
         for x, y in parts:
             charged = session.charged
             optimizer.zero_grad()
-            F.cross_entropy(session.model(x), y).backward()
+            torch.autograd.backward(F.cross_entropy(session.model(x), y))
             optimizer.step()
             whole = session.charged > charged
             if whole:

@@ -40,7 +40,7 @@ class Backbone:
         self._check()
 
     def _check(self) -> None:
-        """Refuse weights of another network: part of them would be left as they were drawn."""
+        """Reject weights of another network: some layers would keep their random initialization."""
         with torch.device("meta"):  # names and shapes alone
             own = {n: t for n, t in ResNet18().state_dict().items() if not n.startswith("fc.")}
         uncounted = {n for n in own if n.endswith("num_batches_tracked")}  # unused, and absent from old files

@@ -67,7 +67,8 @@ def contributions(x: Tensor) -> Tensor:
     x = root(x.double().flatten(2))
     v = torch.cat([x.mean(2), x.square().mean(2)], 1)
     v = torch.where(v.isfinite().all(1, keepdim=True), v, 0.0)
-    return v / (v.norm(dim=1, keepdim=True) / clip_norm(x.shape[1])).clamp(min=1)
+    excess: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True) / clip_norm(x.shape[1])
+    return v / excess.clamp(min=1)
 
 
 def release(engine: PrivacyEngine, x: "Tensor | Stored", query: Certificate) -> Tensor:
@@ -78,9 +79,9 @@ def release(engine: PrivacyEngine, x: "Tensor | Stored", query: Certificate) -> 
     """
     channels = x.shape[1]
     total = torch.zeros(2 * channels, dtype=torch.float64)
-    own = torch.arange(rank(), len(x), world_size())
-    for part in own.split(256):
-        total += contributions(x[part.tolist()]).sum(0)
+    own = list(range(rank(), len(x), world_size()))
+    for start in range(0, len(own), 256):
+        total += contributions(x[own[start : start + 256]]).sum(0)
     begin("the statistics of the records")
     engine.ledger.charge(query, sample_rate=1.0)
     engine.ledger.inherited = engine.ledger.steps  # it comes before the run's own steps

@@ -59,7 +59,7 @@ class Scattering:
         finer = modulus(x, fine, 1)
         moduli = [(0, 1, x), (1, 1, finer), (1, 2, modulus(x, coarse, 2))]
         # One angle at a time: all pairs at once would leave the processor's cache.
-        moduli += [(2, 2, modulus(u, coarse, 2)) for u in finer.split(1, 1)]
+        moduli += [(2, 2, modulus(u, coarse, 2)) for u in finer.chunk(ANGLES, 1)]
         parts = [window(h, s).to(x) @ u @ window(w, s).to(x).mT * GAINS[order] for order, s, u in moduli]
         return torch.cat(parts, 1).view(b, c * CHANNELS, h // CELL, w // CELL)
 
@@ -82,9 +82,9 @@ def modulus(x: Tensor, spectra: Tensor, step: int) -> Tensor:
     product = torch.fft.fft2(x) * (spectra / step**2)
     # Frequencies that agree at those pixels are added up before the inverse transform.
     for axis in (-2, -1) if step > 1 else ():
-        first, *others = product.chunk(step, axis)
-        product = sum(others, first)
-    return torch.fft.ifft2(product).abs()
+        product = torch.stack(product.chunk(step, axis)).sum(0)
+    filtered: Tensor = torch.fft.ifft2(product)
+    return filtered.abs()
 
 
 @cache

@@ -98,7 +98,8 @@ class Tail(nn.Module):
 
 
 def classify(block: nn.Module, fc: nn.Module, features: Tensor) -> Tensor:
-    return fc(F.adaptive_avg_pool2d(block(features), 1).flatten(1))
+    logits: Tensor = fc(F.adaptive_avg_pool2d(block(features), 1).flatten(1))
+    return logits
 
 
 def transfer(model: ResNet18, convolutions: int) -> ResNet18:

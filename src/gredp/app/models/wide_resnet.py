@@ -20,7 +20,7 @@ class WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         active = F.relu(self.norm1(x))
-        out = self.conv2(F.relu(self.norm2(self.conv1(active))))
+        out: Tensor = self.conv2(F.relu(self.norm2(self.conv1(active))))
         return out + (x if self.shortcut is None else self.shortcut(active))
 
 

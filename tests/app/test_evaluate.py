@@ -1,4 +1,4 @@
-"""`judge` against one record at a time, in double precision."""
+"""`evaluate` against one record at a time, in double precision."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gredp.app.evaluate import judge
+from gredp.app.evaluate import evaluate
 
 
 @pytest.mark.parametrize("records", [1, 1023, 1025])
@@ -20,7 +20,7 @@ def test_accuracy_and_loss_are_those_of_the_records_one_by_one(records):
         scores = [sum(w * v for w, v in zip(line, row)).item() + b.item() for line, b in zip(weight, bias)]
         hits += scores.index(max(scores)) == label
         total += math.log(sum(math.exp(s) for s in scores)) - scores[label]
-    accuracy, loss = judge(model, x, y)
+    accuracy, loss = evaluate(model, x, y)
     assert accuracy == hits / records
     assert math.isclose(loss, total / records, rel_tol=1e-9)
     assert model.training
@@ -28,6 +28,6 @@ def test_accuracy_and_loss_are_those_of_the_records_one_by_one(records):
 
 def test_pixels_are_prepared():
     x, y = torch.full((4, 1, 1, 2), 0.5), torch.zeros(4, dtype=torch.int64)
-    accuracy, loss = judge(nn.Flatten(), x, y, lambda pixels: pixels * torch.tensor([2.0, 0.0]))
+    accuracy, loss = evaluate(nn.Flatten(), x, y, lambda pixels: pixels * torch.tensor([2.0, 0.0]))
     assert accuracy == 1.0
     assert math.isclose(loss, math.log(1 + math.exp(-1)), rel_tol=1e-9)
