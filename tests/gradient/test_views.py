@@ -188,7 +188,7 @@ def test_other_views_are_another_run(tmp_path):
     model = small_model()
     engine = PrivacyEngine()
     engine.make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings)
-    with pytest.raises(GredpError, match=r"another views \(2\) than is asked for now \(1\)"):
+    with pytest.raises(GredpError, match=r"another views \(2\) than now \(1\)"):
         engine.load(tmp_path / "run")
 
 

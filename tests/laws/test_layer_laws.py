@@ -738,6 +738,20 @@ def test_a_rule_that_leaves_a_parameter_out_is_refused_by_name():
     assert engine.ledger.steps == 0
 
 
+def test_a_rule_that_joins_records_is_rejected_by_name():
+    """One row for all of them would be clipped once: a record could move the sum by twice the norm."""
+
+    @register_rule(Counted)
+    def joined(layer: Counted, x: Tensor, g: Tensor) -> dict[str, PerSampleGradient]:
+        return {name: Dense(v.dense().sum(0, keepdim=True)) for name, v in tapered(layer, x, g).items()}
+
+    x = torch.randn(4, 5)
+    model, _, _, engine = make_private(Counted(5, 3), (x, x), clip=0.5)
+    with pytest.raises(GredpError, match="the rule of Counted gives 1 rows of weight for 4 records"):
+        wavy(model(x)).mean().backward()
+    assert engine.ledger.steps == 0
+
+
 def test_the_example_of_register_rule_runs():
     example = doctest.DocTestFinder().find(register_rule, "register_rule")[0]
     assert not doctest.DocTestRunner().run(example).failed

@@ -72,14 +72,18 @@ class Outer(Factored):
         top: a norm that came out too small would let a record pass the clip. Both factors are brought
         to size one first, or the square of a small one could vanish.
         """
-        sizes, grams = [], []
-        for factor in (self.left, self.right):
-            m, size = normalize_rows(as_double_if_long(factor, self.left.shape[2], self.right.shape[2]))
-            grams.append((m @ m.transpose(1, 2)).flatten(1))
-            sizes.append(size)
-        total = torch.linalg.vecdot(*grams).double().clamp(min=0)
-        margin = (squares(grams[0]) * squares(grams[1])).sqrt() * GRAM_ROUNDING[grams[0].dtype]
-        return (total + margin) * (sizes[0] * sizes[1]).square()
+        left, right, scale = self._normalized(self.left.shape[2], self.right.shape[2])
+        left, right = ((m @ m.transpose(1, 2)).flatten(1) for m in (left, right))
+        total = torch.linalg.vecdot(left, right).double().clamp(min=0)
+        margin = (squares(left) * squares(right)).sqrt() * GRAM_ROUNDING[left.dtype]
+        return (total + margin) * scale
+
+    def _normalized(self, *lengths: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Both factors brought to size one, in double precision for long sums, and their scale squared."""
+        (left, left_size), (right, right_size) = (
+            normalize_rows(as_double_if_long(factor, *lengths)) for factor in (self.left, self.right)
+        )
+        return left, right, (left_size * right_size).square()
 
     def norm_bound(self) -> Tensor | None:
         return None if self.left.shape[1] == 1 else squares(self.left) * squares(self.right)
@@ -98,10 +102,7 @@ class Outer(Factored):
 
         Sums cancel as they do in `_gram_norm`, and get the same kind of allowance.
         """
-        (left, left_size), (right, right_size) = (
-            normalize_rows(as_double_if_long(factor, self.left.shape[2]))
-            for factor in (self.left, self.right)
-        )
+        left, right, scale = self._normalized(self.left.shape[2])
         gram = left @ left.transpose(1, 2)
         spectra = half_fft(right, 1)
         parts = torch.view_as_real(spectra).flatten(2)  # [b, t, half · 2]
@@ -110,7 +111,7 @@ class Outer(Factored):
         own = square_modulus(spectra).sum(1)
         # A transform rounds each coefficient in proportion to all of them, so their mean counts too.
         margin = squares(gram).sqrt()[:, None] * (own + own.mean(1, keepdim=True))
-        energy = (energy + margin * GRAM_ROUNDING[left.dtype]) * (left_size * right_size).square()[:, None]
+        energy = (energy + margin * GRAM_ROUNDING[left.dtype]) * scale[:, None]
         return whole_energy(energy, self.right.shape[2:])
 
     def weighted_sum(self, factors: Tensor) -> Tensor:

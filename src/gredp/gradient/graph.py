@@ -12,33 +12,24 @@ def in_graph(out: Tensor, reads_output: bool) -> Tensor:
     `reads_output` says that the layer's own backward may read its output, so that it must be copied where
     it is a view: an in-place layer behind it would rewrite the history past the hook.
     """
-    if out._is_view():
-        out = out.clone() if reads_output else _Fresh.apply(out)  # type: ignore[no-untyped-call]  # torch's own
-    if not out.requires_grad:
-        out = _Anchor.apply(out, torch.zeros((), device=out.device, requires_grad=True))  # type: ignore[no-untyped-call]
+    if out._is_view() and reads_output:
+        out = out.clone()
+    if out._is_view() or not out.requires_grad:
+        anchor = torch.zeros((), device=out.device, requires_grad=True)
+        out = _Fresh.apply(out, anchor)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
-class _Anchor(torch.autograd.Function):
-    """Gives a tensor without history a place in the graph, so that its gradient is computed."""
+class _Fresh(torch.autograd.Function):
+    """The same memory as a tensor that is not a view, with a place in the graph even without history.
+
+    For layers whose backward does not read their output: no copy is made, and in-place layers may follow.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(out)  # the same tensor goes on: no copy, and in-place layers may follow
-        return out
+        return out.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _Fresh(torch.autograd.Function):
-    """The same memory as a tensor that is no view, for layers whose backward does not read their output."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        return out.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad

@@ -15,7 +15,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gredp.errors import GredpError
 from gredp.gradient.norms import squares
 from gredp.spectrum import SMALL, grid_energy
 
@@ -135,11 +134,6 @@ class Dense(PerSampleGradient):
 
 def add(first: PerSampleGradient, second: PerSampleGradient, grid_axes: int) -> PerSampleGradient:
     """The gradient of a parameter that is used twice: both uses count before the norm is taken."""
-    if first.batch != second.batch:
-        raise GredpError(
-            f"a shared parameter saw {first.batch} records in one use and {second.batch} in another: "
-            "the first dimension of every layer's input must be the batch"
-        )
     return Dense(first.dense() + second.dense(), grid_axes)
 
 

@@ -88,7 +88,7 @@ class Received:
             )
         with exact(g.device):
             gradients = self._gradients(unit, full_precision(x), full_precision(g), call)
-        unit.reject_missing(gradients)
+        unit.check(gradients, self._batch // self.views)
         for name, gradient in gradients.items():
             full = unit.parameters.get(name)
             if full is None or not unit.layer.get_parameter(name).requires_grad:

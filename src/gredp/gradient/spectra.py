@@ -23,19 +23,19 @@ def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
     correlated over them. `norm_share` is the released mean share of a record's gradient norm, noise and all;
     None where the method releases none.
     """
-    plan, weights = step.plan, step.squared_weights
+    plan, weights, learned = step.plan, step.squared_weights, step.learned_shape
     swell = over_steps(plan.correlation)
     deviations = {name: group.noise_std * swell for group in plan.groups for name in group.blocks}
     rows = []
     for name, view in step.block_views.items():
         std = deviations[name] * _scale(view, plan.noise_parts)
-        if plan.shaping is not None and step.learned_shape is not None:
-            std = std * torch.rsqrt(weights[name].double()) * step.learned_shape.preconditioner[name].double()
+        if learned is not None:
+            std = std * torch.rsqrt(weights[name].double()) * learned.preconditioner[name].double()
         if plan.keep_ratio is not None:
             std = std * weights[name].double()
         place, sizes = _mean(distance(view.block.grid), view), view.group_sizes
         order = [int(k) for k in place.argsort(stable=True) if sizes[k] > 0]
-        shares = None if step.learned_shape is None else step.learned_shape.mean_shares[name]
+        shares = None if learned is None else learned.mean_shares[name]
         rows.append(
             {
                 "block": name,

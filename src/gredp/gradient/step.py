@@ -34,11 +34,9 @@ class PrivateStep:
         banded = len(plan.correlation) > 1
         self._noise = CorrelatedSource(source, plan.correlation) if banded else source
         self.block_views = {block.name: _view(block, plan) for block in plan.blocks}
-        self.learned_shape = (
-            LearnedShape(plan.shaping, self.block_views, expected_batch_size)
-            if plan.shaping is not None
-            else None
-        )
+        self.learned_shape: LearnedShape | None = None
+        if plan.shaping is not None:
+            self.learned_shape = LearnedShape(plan.shaping, self.block_views, expected_batch_size)
         self.begin_sum(plan)
         #: by which processes tell the private models apart
         self.number = 0
@@ -94,8 +92,7 @@ class PrivateStep:
         """The gradients, and the energy shares where the plan asks for them."""
         self._noise.begin(step)
         weights = self.squared_weights
-        ones = {name: torch.ones(1) for name in self.block_views}
-        preconditioner = self.learned_shape.preconditioner if self.learned_shape is not None else ones
+        preconditioner = {} if self.learned_shape is None else self.learned_shape.preconditioner
         noisy = add_noise(self._bounded, parameters, weights, self._noise)
         gradients = invert(noisy, weights, preconditioner)
         return gradients if noisy.shares is None else {**gradients, SHARES: noisy.shares}

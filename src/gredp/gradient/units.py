@@ -1,6 +1,6 @@
 """The layers that own trainable parameters, and the geometry of those parameters as blocks."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gredp.errors import GredpError
-from gredp.gradient.rules import Rule, convolution, convolution_with_bias, grid_axes, rule_for
+from gredp.gradient.rules import Gradients, Rule, convolution, convolution_with_bias, grid_axes, rule_for
 from gredp.privacy.certificate import Block
 
 
@@ -26,8 +26,14 @@ class Unit:
     #: parameters that do not ask for a gradient while the layer runs
     silenced: list[Tensor] = field(default_factory=list)
 
-    def reject_missing(self, gradients: Collection[str]) -> None:
-        """A parameter for which a rule gives nothing would be noised and never trained."""
+    def check(self, gradients: Gradients, records: int) -> None:
+        """A rule gives every parameter one row per record: without any it is noised and never trained."""
+        for name, gradient in gradients.items():
+            if gradient.batch != records:
+                raise GredpError(
+                    f"{self.name}: the rule of {type(self.layer).__name__} gives {gradient.batch} rows of "
+                    f"{name} for {records} records: return the gradient of each record in a row of its own"
+                )
         for name in self.parameters:
             if name not in gradients and self.layer.get_parameter(name).requires_grad:
                 raise GredpError(

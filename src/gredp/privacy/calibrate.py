@@ -25,7 +25,14 @@ def calibrate(
 ) -> float:
     """The least noise multiplier z with ε(z) ≤ target_epsilon, to a relative 1e-5 and always on that side.
 
-    What was `spent` before counts against the target. Under a `schedule`, z is that of factor 1.
+    `sample_rate` is the probability of each record in each of the `steps`, `accountant` is "pld" (tighter) or
+    "rdp". What was `spent` before counts against the target. Under a `schedule`, z is that of factor 1.
+
+    >>> z = calibrate(target_epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=1000)
+    >>> z < calibrate(1.0, 1e-5, 0.01, 1000)
+    True
+    >>> epsilon([Entry(z, sample_rate=0.01, steps=1000)], 1e-5) <= 2.0
+    True
 
     | case | result |
     |---|---|

@@ -94,6 +94,9 @@ class Certificate:
     | L balls of radius C/√L, noise σC each | σ |
     | any direction released without noise | 0 |
     | no release at all | ∞ |
+
+    >>> Certificate((Release("all", clip_norm=2.0, noise_std=3.0),)).noise_multiplier
+    1.5
     """
 
     releases: tuple[Release, ...]

@@ -93,6 +93,13 @@ class Ledger:
 
     With a `file`, the charge is on the disk before `charge` returns, and so before noise is drawn. With a
     `ceiling`, a step beyond the end that was promised is rejected, and not charged.
+
+    >>> from gredp.privacy.certificate import Release
+    >>> ledger = Ledger()
+    >>> for _ in range(3):
+    ...     ledger.charge(Certificate((Release("all", 1.0, 1.5),)), sample_rate=0.01)
+    >>> [(e.noise_multiplier, e.sample_rate, e.steps) for e in ledger.entries]
+    [(1.5, 0.01, 3)]
     """
 
     def __init__(self, entries: tuple[Entry, ...] = ()) -> None:

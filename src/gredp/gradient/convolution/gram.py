@@ -57,8 +57,10 @@ def _sums(correlation: "Correlation", pairs: list[list[tuple[Offset, Offset]]]) 
     channels, outputs = correlation.shape[1], correlation.shape[0] // correlation.groups
     maps = (correlation.views, *correlation.padded_grid)
     out = (correlation.views, *correlation.gradient.shape[2:])
-    step = max(1, CHUNK // (math.prod(maps) ** 2 * correlation.groups))
-    for part, padded in _padded_parts(correlation, step * correlation.views):
+    step = max(1, CHUNK // (math.prod(maps) ** 2 * correlation.groups)) * correlation.views
+    for start in range(0, max(1, len(correlation.x)), step):  # one slice of no inputs too
+        part = slice(start, start + step)
+        padded = replace(correlation, x=correlation.x[part]).padded
         x, g = _side_by_side(correlation, padded), _side_by_side(correlation, correlation.gradient[part])
         x, x_size = normalize_rows(as_double_if_long(x, channels, outputs))
         g, g_size = normalize_rows(as_double_if_long(g, channels, outputs))
@@ -88,23 +90,3 @@ def _places(correlation: "Correlation", offset: Offset) -> list[slice]:
     """Where the padded inputs meet the kernel's `offset`, over all views and output positions."""
     geometry = zip(offset, correlation.stride, correlation.dilation, correlation.gradient.shape[2:])
     return [slice(None), *(slice(j * d, j * d + s * (n - 1) + 1, s) for j, s, d, n in geometry)]
-
-
-def _padded_parts(correlation: "Correlation", step: int) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of `step` inputs with their padded maps, valid until the next one is asked for.
-
-    Zeros are written once into one small buffer: a padded copy of the whole batch would cost more in
-    fresh memory than the products that read it.
-    """
-    zeros = any(correlation.pads) and correlation.mode == "constant" and min(correlation.pads) >= 0
-    if zeros:
-        buffer = correlation.x.new_zeros(step, correlation.x.shape[1], *correlation.padded_grid)
-        inside = tuple(slice(p, p + n) for p, n in zip(correlation.pads[-2::-2], correlation.x.shape[2:]))
-    for start in range(0, max(1, len(correlation.x)), step):  # one slice of no inputs too
-        part = slice(start, min(start + step, len(correlation.x)))
-        if zeros:
-            padded = buffer[: part.stop - part.start]
-            padded[(slice(None), slice(None), *inside)] = correlation.x[part]
-        else:
-            padded = replace(correlation, x=correlation.x[part]).padded
-        yield part, padded
