@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from gredp.errors import GredpError
-from gredp.storage.files import cannot, one_line
+from gredp.storage.files import one_line
 from gredp.storage.record import plain_numbers
 
 TrackerName = Literal["csv", "jsonl", "tensorboard", "mlflow", "wandb"]
@@ -105,19 +105,15 @@ class MLflow(Tracker):
     """
 
     def __init__(self, folder: Path) -> None:
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
-
         self._name, self._began = folder.name, int(1000 * time.time())
-        try:
-            self._client = MlflowClient()
-            known = self._client.get_experiment_by_name("gredp")
-            self._experiment = known.experiment_id if known else self._client.create_experiment("gredp")
-        except (MlflowException, OSError) as error:
-            raise GredpError(f"mlflow cannot be reached: {one_line(error)}") from None
 
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
-        self._run = self._client.create_run(self._experiment, run_name=self._name).info.run_id
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient()
+        known = self._client.get_experiment_by_name("gredp")
+        experiment = known.experiment_id if known else self._client.create_experiment("gredp")
+        self._run = self._client.create_run(experiment, run_name=self._name).info.run_id
         for key, value in {**settings, **{f"guarantee.{k}": v for k, v in guarantee.items()}}.items():
             self._client.log_param(self._run, key, str(value)[:500])
 
@@ -144,23 +140,20 @@ class WandB(Tracker):
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
         import wandb
 
-        off = (
-            "disable_code",
-            "disable_git",
-            "silent",
-            "x_disable_machine_info",
-            "x_disable_meta",
-            "x_disable_stats",
+        quiet = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            host="-",
+            save_code=False,
+            silent=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
         )
-        flags: dict[str, Any] = dict.fromkeys(off, True)
-        quiet = wandb.Settings(console="off", host="-", save_code=False, **flags)
         config = plain_numbers({**settings, "guarantee": dict(guarantee)})
-        try:
-            self._run = wandb.init(
-                project="gredp", name=self._folder.name, dir=str(self._folder), config=config, settings=quiet
-            )
-        except wandb.Error as error:
-            raise GredpError(f"wandb cannot be started: {one_line(error)}") from None
+        name, folder = self._folder.name, str(self._folder)
+        self._run = wandb.init(project="gredp", name=name, dir=folder, config=config, settings=quiet)
 
     def log(self, step: int, values: Values) -> None:
         self._run.log(dict(values), step=step)
@@ -197,7 +190,11 @@ class TrackerGroup(Tracker):
 
     def start(self, settings: Mapping[str, Any], guarantee: Mapping[str, Any]) -> None:
         for tracker in self.trackers:
-            tracker.start(settings, guarantee)
+            try:
+                tracker.start(settings, guarantee)
+            except Exception as error:
+                name = type(tracker).__name__
+                raise GredpError(f"{name} cannot start: {one_line(error)}") from None
 
     def log(self, step: int, values: Values) -> None:
         self._each(lambda tracker: tracker.log(step, values))
@@ -218,11 +215,8 @@ class TrackerGroup(Tracker):
 
 
 def _append(path: Path, text: str) -> None:
-    try:
-        with path.open("a", newline="", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-    except OSError as error:
-        raise cannot(path, "written", error) from None
+    with path.open("a", newline="", encoding="utf-8") as file:
+        file.write(f"{text}\n")
 
 
 def _csv_line(cells: Sequence[Any]) -> str:
