@@ -249,7 +249,7 @@ def test_processes_that_were_told_different_things_are_refused(what):
         return refusal(lambda: make_private(small_model(), options.pop("data"), **options))
 
     first, second = in_world(2, attempt)
-    assert first == "process 1 was told something else than the first process"
+    assert first == "process 1 has other settings than the first process"
     assert second.startswith(f"process 1 has another {what} (")
 
 
@@ -423,7 +423,7 @@ def test_a_process_in_another_phase_is_told_apart():
 
     first, second = in_world(2, attempt)
     assert first == second
-    assert "the first process to a comparison of what the processes were told" in first
+    assert "the first process to a comparison of settings" in first
 
 
 def test_steps_in_the_same_order_go_on_after_a_refusal():
@@ -455,7 +455,7 @@ def test_what_one_process_refuses_all_refuse_and_go_on():
 
     first, second, third = in_world(3, attempt)
     assert second[0].startswith("optimizer.step() without a new backward pass")
-    assert first[0] == third[0] == f"process 1 refused, and so all do: {second[0]}"
+    assert first[0] == third[0] == f"process 1 stopped, and so all do: {second[0]}"
     assert [found[1] for found in (first, second, third)] == [True, False, True]
     assert [found[2] for found in (first, second, third)] == pytest.approx([8] * 3, rel=1e-5)
 

@@ -178,7 +178,7 @@ def test_options_of_fix_are_followed_or_refused():
             fix(model, num_groups=4, replace_bn_with_in=True)
     new = gredp.fix(model, replace_bn_with_in=True)[0]
     assert (new.eps, new.affine, new.track_running_stats) == (1e-3, True, False)
-    with pytest.raises(GredpError, match="no InstanceNorm is known for SyncBatchNorm"):
+    with pytest.raises(GredpError, match="SyncBatchNorm has no InstanceNorm"):
         gredp.fix(nn.SyncBatchNorm(8), replace_bn_with_in=True)
 
 

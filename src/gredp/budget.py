@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from gredp.errors import GredpError
 from gredp.guarantee import Guarantee
@@ -90,12 +89,8 @@ def quote(
     `bands` are steps over which noise is correlated.
     """
     check_delta(delta)
-    for name, value in (
-        ("batch-size", batch_size),
-        ("records", records),
-        ("epochs", epochs),
-        ("layers", layers),
-    ):
+    counts = {"batch-size": batch_size, "records": records, "epochs": epochs, "layers": layers}
+    for name, value in counts.items():
         if value < 1:
             raise GredpError(f"--{name} must be at least 1, not {value}")
     if (sigma is None) == (target_epsilon is None) and method != "plain":
@@ -116,7 +111,7 @@ def quote(
         z = noise_multiplier(target_epsilon, delta, sampling, claim=claim, accountant=accountant)
         sigma = noise_scale(z, unit, claim)
     proven = chosen.plan(blocks, 1.0, sigma, batch_size).certificate().noise_multiplier
-    turns: Any = {"bands": bands, "split": "to be drawn"} if bands > 1 else {}
     claimed = sigma if chosen.claimed_by_paper else None
-    spent = Entry(proven, sampling.turn_rate, sampling.steps, claimed, **turns)
+    split = "to be drawn" if bands > 1 else ""
+    spent = Entry(proven, sampling.turn_rate, sampling.steps, claimed, bands, split)
     return Guarantee.of((spent,), delta, step=spent, sigma=sigma, accountant=accountant)

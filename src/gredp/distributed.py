@@ -108,10 +108,18 @@ def begin(what: str, number: int = 0) -> int:
     with _contact():
         dist.all_reduce(held, dist.ReduceOp.MAX)
     most, high, low = held.tolist()
-    if most == _REFUSED:
-        _refuse_too(what if number == _REFUSED else "")
+    if most == _REFUSED:  # every process that rejected says why, and continues to raise it
+        reasons = _from_all(what if number == _REFUSED else "")
+        finish()
+        if number != _REFUSED:
+            first = next(i for i, reason in enumerate(reasons) if reason)
+            raise PeerFailed(f"process {first} stopped, and so all do: {reasons[first]}")
     elif high != -low:
-        _refuse_apart(what)
+        places = _from_all(what)
+        finish()
+        other = next(i for i, place in enumerate(places) if place != places[0])
+        apart = f"process {other} came to {places[other]}, the first process to {places[0]}"
+        raise OutOfStep(f"{apart}: all processes must step the same models in the same order")
     return most
 
 
@@ -144,23 +152,6 @@ def refused_by_all(action: Callable[..., T]) -> Callable[..., T]:
             raise
 
     return telling
-
-
-def _refuse_too(reason: str) -> None:
-    """One or more have refused; who has, gives its reason and goes on to raise it."""
-    reasons = _from_all(reason)
-    finish()
-    if not reason:
-        first = next(i for i, other in enumerate(reasons) if other)
-        raise PeerFailed(f"process {first} refused, and so all do: {reasons[first]}")
-
-
-def _refuse_apart(what: str) -> None:
-    places = _from_all(what)
-    finish()
-    other = next(i for i, place in enumerate(places) if place != places[0])
-    apart = f"process {other} came to {places[other]}, the first process to {places[0]}"
-    raise OutOfStep(f"{apart}: all processes must step the same models in the same order")
 
 
 def _tag(what: str) -> int:
@@ -245,11 +236,11 @@ def _device() -> torch.device:
 
 
 def refuse_differences(facts: Mapping[str, Any]) -> None:
-    """Processes that were told different things would not train one model: name the first difference."""
+    """Processes with different settings would not train one model: name the first difference."""
     if world_size() == 1:
         return
     own = json.loads(json.dumps(facts))
-    what = "a comparison of what the processes were told"
+    what = "a comparison of settings"
     first, _ = run_on_rank_zero(lambda: (own, b""), what)
     key = next((k for k in {**first, **own} if first.get(k) != own.get(k)), None)
     differing = all_reduce_max(rank() if key is not None else 0, what)
@@ -257,7 +248,7 @@ def refuse_differences(facts: Mapping[str, Any]) -> None:
         there, here = (json.dumps(x.get(key))[:200] for x in (first, own))
         raise GredpError(f"process {rank()} has another {key} ({here}) than the first process ({there})")
     if differing:
-        raise PeerFailed(f"process {differing} was told something else than the first process")
+        raise PeerFailed(f"process {differing} has other settings than the first process")
 
 
 def share_weights(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
 from gredp.privacy.paper_claims import claimed_epsilon
 from gredp.privacy.schedule import NoiseSchedule
-from gredp.randomness import Secret
+from gredp.randomness import Secret, Split
 from gredp.request_checks import (
     check_criterion,
     check_parameters,
@@ -146,7 +146,9 @@ class PrivacyEngine(Resumable):
         if views != 1 and chosen.grid == "padded":
             raise GredpError("views have no padded spectrum of product form: use grid='kernel'")
         check_parameters(module, optimizer)
-        split = self._new_split(bands) if bands > 1 else None
+        split = None
+        if bands > 1:
+            split = Split(bytes(self.secret.keystream(32, "split", self.secret.fresh())[:32]), bands)
         loader = poisson_loader(data_loader, sample_rate, self.secret, views, split)
         sampler = loader.poisson
         expected = float(sampler.expected)
@@ -267,9 +269,7 @@ class PrivacyEngine(Resumable):
 
     def get_epsilon(self, delta: float, further_steps: int = 0) -> float:
         """The proven ε spent so far at `delta`; with `further_steps`, what it will be after as many more."""
-        if not further_steps:
-            return self.accountant.get_epsilon(delta)
-        further = self._private()[1].cost(further_steps)
+        further = self._private()[1].cost(further_steps) if further_steps else ()
         return epsilon((*self.ledger.entries, *further), delta, self.accountant.name)
 
     def guarantee(self, delta: float, further_steps: int = 0) -> Guarantee:

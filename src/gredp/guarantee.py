@@ -76,17 +76,14 @@ class Guarantee(Mapping[str, Any]):
 
     def rows(self) -> list[tuple[str, str]]:
         """For a table, the proven ε first."""
-        claimed = self._contested
+        claimed, turns = self._contested, in_turns(self.correlation_bands)
         return [
             ("proven ε", f"{round_up(self.proven_epsilon)} at δ = {self.delta:g}, {self.neighbors}"),
             *([] if claimed is None else [("claimed ε (paper)", f"{round_up(claimed)} for the same noise")]),
             ("accountant", self.accountant),
             ("noise multiplier z", f"{self.noise_multiplier:.4f}"),
             ("noise scale σ", f"{self.sigma:.4f}"),
-            (
-                "steps",
-                f"{self.steps} at sampling rate {self.sample_rate:.6g}{in_turns(self.correlation_bands)}",
-            ),
+            ("steps", f"{self.steps} at sampling rate {self.sample_rate:.6g}{turns}"),
         ]
 
     def __str__(self) -> str:
@@ -99,7 +96,7 @@ class Guarantee(Mapping[str, Any]):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Guarantee":
-        """Of a record of any version: infinities are strings there, and unknown keys are left out."""
+        """Of a record of any version: infinities are strings there, and unknown keys are skipped."""
         found = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         for key in ("proven_epsilon", "claimed_epsilon", "noise_multiplier", "sigma"):
             found[key] = None if found[key] is None else float(found[key])

@@ -32,6 +32,15 @@ def _of_original(name: str) -> Any:
     )
 
 
+def _certified(name: str, read: Callable[[Any], Any], meaning: str) -> Any:
+    """What `make_private` certified, and nobody changes later."""
+
+    def reject(self: Any, value: Any) -> None:
+        raise GredpError(f"{name} is part of what make_private certified: make_private again to change it")
+
+    return property(read, reject, doc=meaning)
+
+
 class PrivateOptimizer(Optimizer):
     """Wraps any `torch.optim` optimizer; `step()` replaces `p.grad` by the private gradient first.
 
@@ -109,23 +118,12 @@ class PrivateOptimizer(Optimizer):
         self._newest: Draw | None = None  # the last one that was handed out when the sum began
         self._processes = world_size()
 
-    @property
-    def noise_multiplier(self) -> float:
-        """The proven multiplier of every step; where the noise is scheduled, at factor 1."""
-        return self.certificate.noise_multiplier
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: Any) -> None:
-        _refuse_assignment("noise_multiplier", "a noise_schedule changes it from step to step")
-
-    @property
-    def max_grad_norm(self) -> Any:
-        """As it was asked for: one norm, or one for each layer or parameter."""
-        return self._max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: Any) -> None:
-        _refuse_assignment("max_grad_norm", "for another norm, engine.detach() and make_private again")
+    noise_multiplier = _certified(
+        "noise_multiplier",
+        lambda self: self.certificate.noise_multiplier,
+        "the proven multiplier of every step; where the noise is scheduled, at factor 1",
+    )
+    max_grad_norm = _certified("max_grad_norm", lambda self: self._max_grad_norm, "as requested")
 
     @property
     def split(self) -> Split | None:
@@ -301,7 +299,3 @@ class PrivateOptimizer(Optimizer):
             f"PrivateOptimizer(noise_multiplier={self.noise_multiplier:.4g}, "
             f"sample_rate={self.sample_rate:.4g}, {self.original_optimizer!r})"
         )
-
-
-def _refuse_assignment(name: str, instead: str) -> None:
-    raise GredpError(f"{name} is part of what make_private certified and cannot be assigned: {instead}")

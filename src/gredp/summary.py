@@ -160,7 +160,5 @@ def size(count: int | None) -> str:
     """Bytes as people read them."""
     if count is None:
         return "?"
-    value, units = float(count), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count} B" if power < 1 else f"{count / 1024**power:.1f} {' KMG'[power]}iB"

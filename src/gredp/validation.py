@@ -70,28 +70,23 @@ def replacement(
     layer: nn.Module, num_groups: int | None = None, replace_bn_with_in: bool = False
 ) -> nn.Module | None:
     """What `fix` puts in place of this layer, or None where it has nothing to offer."""
+    norm: dict[str, Any] = {"eps": getattr(layer, "eps", None), "affine": getattr(layer, "affine", None)}
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         if replace_bn_with_in:
-            return _with_weights(_instance_norm(layer), layer)
+            for old, new in zip((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), INSTANCE_NORMS):
+                if isinstance(layer, old):
+                    return _with_weights(new(layer.num_features, **norm), layer)
+            raise GredpError(f"{type(layer).__name__} has no InstanceNorm: remove replace_bn_with_in")
         # 16 channels a group, or the largest number of groups that divides the channels
         groups = num_groups or math.gcd(layer.num_features, max(1, layer.num_features // 16))
         if layer.num_features % groups:
             raise GredpError(f"{groups} groups do not divide the {layer.num_features} channels of a layer")
-        return _with_weights(
-            nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine), layer
-        )
+        return _with_weights(nn.GroupNorm(groups, layer.num_features, **norm), layer)
     if isinstance(layer, INSTANCE_NORMS):
-        return _with_weights(type(layer)(layer.num_features, eps=layer.eps, affine=layer.affine), layer)
+        return _with_weights(type(layer)(layer.num_features, **norm), layer)
     if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is None and not layer.add_zero_attn:
         return PrivateMultiheadAttention.from_stock(layer)
     return None
-
-
-def _instance_norm(layer: nn.modules.batchnorm._BatchNorm) -> nn.Module:
-    for kind, norm in zip((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), INSTANCE_NORMS):
-        if isinstance(layer, kind):
-            return norm(layer.num_features, eps=layer.eps, affine=layer.affine)
-    raise GredpError(f"no InstanceNorm is known for {type(layer).__name__}: leave replace_bn_with_in out")
 
 
 def _with_weights(new: nn.Module, old: nn.Module) -> nn.Module:

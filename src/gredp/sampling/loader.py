@@ -253,15 +253,11 @@ class BatchMemoryManager:
             raise GredpError(f"max_physical_batch_size must be a positive whole number, not {told}")
         if not isinstance(data_loader.batch_sampler, PoissonBatchSampler):
             raise GredpError("BatchMemoryManager takes the loader that make_private returned")
-        self.data_loader = data_loader
-        self.max_physical_batch_size = int(max_physical_batch_size)
-        self.optimizer = optimizer
+        self.optimizer, self.parts = optimizer, PrivateLoader.like(data_loader, data_loader.batch_sampler)
+        self.parts.in_parts, self.parts.max_physical_batch_size = True, int(max_physical_batch_size)
 
-    def __enter__(self) -> DataLoader[Any]:
-        assert isinstance(self.data_loader.batch_sampler, PoissonBatchSampler)
-        parts = PrivateLoader.like(self.data_loader, self.data_loader.batch_sampler)
-        parts.in_parts, parts.max_physical_batch_size = True, self.max_physical_batch_size
-        return parts
+    def __enter__(self) -> PrivateLoader:
+        return self.parts
 
     def __exit__(self, *exception: object) -> None:
         if self.optimizer.forget() and exception[0] is None:

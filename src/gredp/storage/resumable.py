@@ -30,7 +30,6 @@ class Resumable:
         self._optimizer: PrivateOptimizer | None = None
         self._folder: RunFolder | None = None
         self._loader: PrivateLoader | None = None
-        self._splits = 0
 
     def save(
         self,
@@ -57,14 +56,12 @@ class Resumable:
         if rank():
             return
         if self._folder is None:
-            self._keep(RunFolder.create(Path(path), self.ledger.entries))
-            assert self._folder is not None
+            folder = self._keep(RunFolder.create(Path(path), self.ledger.entries))
             if optimizer.split is not None:
-                self._folder.keep_split(optimizer.split.key)
-        elif self._folder.path != Path(path):
-            raise GredpError(f"this run is kept in {self._folder.path}, not in {path}")
-        assert self._folder is not None
-        write_checkpoint(self._folder, module, optimizer, progress or {}, modules or {})
+                folder.keep_split(optimizer.split.key)
+        elif (folder := self._folder).path != Path(path):
+            raise GredpError(f"this run is kept in {folder.path}, not in {path}")
+        write_checkpoint(folder, module, optimizer, progress or {}, modules or {})
 
     def load(self, path: str | Path, modules: Mapping[str, nn.Module] | None = None) -> dict[str, Any]:
         """Resume from the newest whole checkpoint of `path`, after `make_private` with the same settings.
@@ -135,10 +132,6 @@ class Resumable:
         self.ledger.begin_with([Entry(**row) for row in facts["entries"]])
         return tensor_groups(Checkpoint(tensors, {}))["model"]
 
-    def _new_split(self, parts: int) -> Split:
-        self._splits += 1
-        return Split(bytes(self.secret.keystream(32, "split", self._splits)[:32]), parts)
-
     def _use_split(self, key: bytes) -> None:
         """The same split in the sampler and in the ledger, and in all processes."""
         sampler = self._private()[1].sampler
@@ -150,11 +143,12 @@ class Resumable:
             raise GredpError("there is no private model: call make_private first")
         return self._capture.module, self._optimizer
 
-    def _keep(self, folder: RunFolder) -> None:
+    def _keep(self, folder: RunFolder) -> RunFolder:
         """Begin a new incarnation in `folder` and charge its ledger from now on."""
         self.secret.incarnation = folder.ledger.start()
         self.ledger.keep_in(folder.ledger)
         self._folder = folder
+        return folder
 
     def detach(self) -> None:
         """Remove the hooks from the model and close the run folder; what was spent stays spent."""
