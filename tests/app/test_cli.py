@@ -256,7 +256,7 @@ def test_files_that_are_no_archives_are_refused(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--dataset", "imagenet"], "unknown data set 'imagenet'"),
+        (["--dataset", "imagenet"], "unknown dataset 'imagenet'"),
         (["--model", "vgg"], "unknown model 'vgg'"),
         (["--model", "lenet5"], "at least 12×12, not 8×8"),
         (["--epsilon", "0"], "--epsilon must be a positive number, not 0.0"),

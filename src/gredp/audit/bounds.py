@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import optimize, stats
 
 from gredp.privacy.accountant import AccountantName, deltas, epsilon
 from gredp.privacy.ledger import Entry
 
 Floats = NDArray[np.float64]
-#: where a curve δ(ε) is held against the attack
+#: where a curve δ(ε) is compared with the attack
 EPSILONS = np.concatenate([np.linspace(0, 3, 61), np.linspace(3.25, 20, 68)])
+
+#: the largest ε that one run is searched for, and how close
+LARGEST, TOLERANCE = 20.0, 1e-4
 
 
 @dataclass(frozen=True)
@@ -143,17 +146,15 @@ def one_run_p_value(canaries: int, guesses: int, right: int, eps: float, delta: 
 
 def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, alpha: float) -> float:
     """The largest ε that so many right guesses refute at level alpha; 0 if none."""
-    low, high = 0.0, 20.0
-    if one_run_p_value(canaries, guesses, right, low, delta) > alpha:
+
+    def excess_p(eps: float) -> float:
+        return one_run_p_value(canaries, guesses, right, eps, delta) - alpha
+
+    if excess_p(0.0) > 0:
         return 0.0
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high)
-            if one_run_p_value(canaries, guesses, right, middle, delta) <= alpha
-            else (low, middle)
-        )
-    return low
+    if excess_p(LARGEST) <= 0:
+        return LARGEST
+    return max(0.0, float(optimize.bisect(excess_p, 0.0, LARGEST, xtol=TOLERANCE)) - TOLERANCE)
 
 
 def guess(scores: Floats, share: float) -> tuple[Sequence[int], Sequence[int]]:

@@ -1,8 +1,8 @@
 """What the game is played against: our engine, for one step or a whole run, or a user's function."""
 
 import copy
-import importlib
 import math
+import pkgutil
 import sys
 from typing import Any
 
@@ -184,14 +184,13 @@ def _moved(model: nn.Module, optimizer: Any) -> Floats:
 
 def load_target(name: str) -> Mechanism:
     """A user's `module:function`, found as Python finds modules, the current folder included."""
-    module, _, function = name.partition(":")
-    if not module or not function:
+    if not all(name.partition(":")):
         raise GredpError(f"--target takes module:function, not {name!r}")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever a user's module does when it is loaded
+        found = pkgutil.resolve_name(name)
+    except Exception as error:  # anything may happen while a user's module is loaded
         raise GredpError(f"--target {name} cannot be loaded: {error}") from None
     if not callable(found):
         raise GredpError(f"--target {name} is not a function")

@@ -19,21 +19,13 @@ def audit_cells(cells: Iterable[Cell], out: Path, plays: int) -> None:
         record = read_record(out, cell)
         if record is None or cell.row == "plain" or "audit" in record:
             continue
-        row, guarantee = ROWS[cell.row], record["guarantee"]
-        claim = row.get("claim", "proven")
-        bound = audited_lower_bound(
-            row["method"],
-            row.get("noise", "white"),
-            claim,
-            record["settings"]["clipping"],
-            sigma=guarantee["sigma"],
-            sample_rate=guarantee["sample_rate"],
-            steps=guarantee["steps"],
-            # as many blocks as are each clipped to the norm, otherwise two stand for all
-            layers=max(2, clipped_layers(guarantee)) if claim == "paper" else 2,
-            delta=guarantee["delta"],
-            plays=plays,
-        )
+        guarantee, settings = record["guarantee"], record["settings"]
+        # As many blocks as are each clipped to the norm; otherwise two stand for all.
+        paper = ROWS[cell.row].get("claim") == "paper"
+        layers = max(2, clipped_layers(guarantee)) if paper else 2
+        run: dict[str, Any] = {key: guarantee[key] for key in ("sigma", "sample_rate", "steps", "delta")}
+        run |= {**ROWS[cell.row], "clipping": settings["clipping"]}
+        bound = audited_lower_bound(**run, layers=layers, plays=plays)
         save(record_file(out, cell), record | {"audit": bound.to_json()})
 
 

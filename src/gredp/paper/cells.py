@@ -104,25 +104,17 @@ class Cell:
     @property
     def group(self) -> str:
         """The same for all seeds."""
-        told = {**PAPER, **self.settings}
-        other = [f"{k.replace('_', '')}{v}" for k, v in sorted(told.items()) if PAPER.get(k) != v]
+        given = {**PAPER, **self.settings}
+        other = [f"{k.replace('_', '')}{v}" for k, v in sorted(given.items()) if PAPER.get(k) != v]
         epsilon = [] if self.row == "plain" else [f"eps{self.epsilon:g}"]
         return "-".join([self.dataset, self.model, self.row, *epsilon, f"{self.epochs}epochs", *other])
 
     @property
     def arguments(self) -> list[str]:
         """Those of `gredp train`, without the folder."""
-        told = {
-            "dataset": self.dataset,
-            "model": self.model,
-            **ROWS[self.row],
-            "epsilon": self.epsilon,
-            "epochs": self.epochs,
-            "seed": self.seed,
-            **PAPER,
-            **self.settings,
-        }
-        return [word for key, value in told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        given: dict[str, object] = {"dataset": self.dataset, "model": self.model, **ROWS[self.row]}
+        given |= {"epsilon": self.epsilon, "epochs": self.epochs, "seed": self.seed, **PAPER, **self.settings}
+        return [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
     @property
     def facts(self) -> dict[str, str]:
@@ -202,15 +194,11 @@ class Plan:
             yield from self.with_tuned(network, seed=seed)
 
     def table2(self) -> Iterator[Cell]:
-        for dataset, network in product(("cifar10", "cifar100"), self.transferred):
+        where = {"dataset": ("cifar10", "cifar100"), "network": self.transferred}
+        for dataset, network in product(*where.values()):
             yield from self.with_tuned(network, dataset=dataset)
         if self.scale == "full":
-            yield from self.grid(
-                epsilon=(1.0, 0.5),
-                dataset=("cifar10", "cifar100"),
-                network=self.transferred,
-                row=self.rows(PRIVATE),
-            )
+            yield from self.grid(epsilon=(1.0, 0.5), **where, row=self.rows(PRIVATE))
 
     def tuning(self) -> Iterator[Cell]:
         for network in self.networks(TUNING):
@@ -242,15 +230,14 @@ def cells(target: Target, scale: Scale, seeds: int | None = None, only: tuple[st
     if unknown:
         raise GredpError(f"--only takes networks and rows ({', '.join(known)}), not {', '.join(unknown)}")
     networks, epsilons = plan.networks(), plan.epsilons
+    sizes = (64, 128, 256, 512) if scale == "smoke" else BATCH_SIZES
     found = {
         "table1": plan.table1(),
         "table2": plan.table2(),
         "figure-epsilon": plan.grid(network=networks, epsilon=epsilons, row=plan.rows(PRIVATE)),
         "figure-dynamics": plan.grid(network=networks, row=plan.rows(), epsilon=(2.0,)),
         "table3": plan.grid(network=networks, row=plan.rows(BOTH), epsilon=epsilons, clip_norm=CLIP_NORMS),
-        "ablation-batch": plan.ablation(
-            "batch_size", (64, 128, 256, 512) if scale == "smoke" else BATCH_SIZES
-        ),
+        "ablation-batch": plan.ablation("batch_size", sizes),
         "ablation-lr": plan.ablation("lr", LEARNING_RATES),
         "tuning": plan.tuning(),
     }

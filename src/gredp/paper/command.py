@@ -46,7 +46,7 @@ def run_reproduce(settings: ReproduceSettings) -> None:
     if settings.pretrained is None and any(cell.transferred for cell in wanted):
         if settings.target == "table2":
             raise GredpError("table2 needs --pretrained, the weights of a ResNet-18 trained on public data")
-        print("the transferred networks are left out: they need --pretrained", file=sys.stderr)
+        print("skipping the transferred networks, which need --pretrained", file=sys.stderr)
         wanted = [cell for cell in wanted if not cell.transferred]
     given = {"data-dir": settings.data_dir, "pretrained": settings.pretrained}
     places = {option: path for option, path in given.items() if path is not None}

@@ -139,7 +139,7 @@ def test_without_a_network_or_the_package_one_line_says_what_to_put_where(hub, m
     [
         (["get"], "gredp data get NAME"),
         (["list", "mnist"], "usage: gredp data get NAME | list"),
-        (["get", "imagenet"], "unknown data set 'imagenet'"),
+        (["get", "imagenet"], "unknown dataset 'imagenet'"),
         (["get", "digits"], "embedded"),
     ],
 )

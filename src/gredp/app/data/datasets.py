@@ -1,4 +1,4 @@
-"""Reading data: the embedded digits, the cache files of known data sets, and a user's own.
+"""Reading data: the embedded digits, the cache files of known datasets, and a user's own.
 
 A file is a NumPy archive `NAME.npz` with uint8 images `x_train`, `x_test` ([n, height, width] or [n,
 height, width, channels]) and labels `y_train`, `y_test`. A folder with the same four arrays as `.npy` files
@@ -21,10 +21,10 @@ from gredp.app.known_data import ARRAYS, EMBEDDED, KNOWN
 from gredp.errors import GredpError
 from gredp.storage.files import one_line
 
-#: folders of a data set of images in class folders
+#: folders of a dataset of images in class folders
 SPLITS = ("train", "test")
 LARGEST_FILE = 8 << 30
-#: floats are meant to lie in [0, 1] or to be standardised; beyond this they are bytes that nobody scaled
+#: floats are meant to lie in [0, 1] or to be standardized; beyond this they are bytes that nobody scaled
 LARGEST_FLOAT = 64
 #: of so many records for each class held out, in no order, all but e⁻²⁰ of the classes are seen
 ENOUGH_FOR_ALL = 20
@@ -75,7 +75,7 @@ def data_folder(given: str | None = None) -> Path:
 
 
 def location(name: str, folder: str | None = None) -> Path | None:
-    """The file or folder that a data set is read from; none for the embedded one."""
+    """The file or folder that a dataset is read from; none for the embedded one."""
     if name == EMBEDDED:
         return None
     return data_folder(folder) / f"{name}.npz" if name in KNOWN else Path(name)
@@ -89,7 +89,7 @@ def is_classed(path: Path) -> bool:
 def load(
     name: str, folder: str | None = None, holdout: float | None = None, image_size: int | None = None
 ) -> Splits:
-    """A data set by name, or from the path of a user's own: an archive, a folder, or a table."""
+    """A dataset by name, or from the path of a user's own: an archive, a folder, or a table."""
     path = location(name, folder)
     own = path is not None and name not in KNOWN
     classed = own and is_classed(Path(name))
@@ -105,7 +105,7 @@ def load(
     mapped = path.is_dir()
     if name not in KNOWN and not mapped and path.suffix != ".npz":
         raise GredpError(
-            f"unknown data set {name!r}: one of {', '.join(KNOWN)}, "
+            f"unknown dataset {name!r}: one of {', '.join(KNOWN)}, "
             "or the path of a .npz or .csv file or of a folder"
         )
     if not mapped and not path.is_file():
@@ -189,7 +189,7 @@ def map_folder(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_archive(path: Path) -> dict[str, np.ndarray]:
-    """The four arrays of an archive; anything else in it, objects, or an enormous size is refused."""
+    """The four arrays of an archive; anything else in it, objects, or an enormous size is rejected."""
     try:
         with zipfile.ZipFile(path) as archive:
             sizes = {item.filename.removesuffix(".npy"): item.file_size for item in archive.infolist()}

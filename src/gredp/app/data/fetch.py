@@ -1,4 +1,4 @@
-"""Known data sets: fetched once through Hugging Face `datasets`, kept as NAME.npz, verified by checksums.
+"""Known datasets: fetched once through Hugging Face `datasets`, kept as NAME.npz, verified by checksums.
 
 Checksums are verified when a file is fetched and by `gredp data list`, not at every start of a training:
 hashing would take longer than some trainings do, and a wrong pixel is no danger to privacy.
@@ -19,14 +19,14 @@ from gredp.storage.files import make_folder, one_line, write
 
 
 def get(name: str, folder: str | None = None) -> tuple[Path, str]:
-    """Fetch a data set and write its cache file, whole or not at all; a file that is whole is left alone.
+    """Fetch a dataset and write its cache file, whole or not at all; a file that is whole is left alone.
 
     Gives the file and what `state` says of it.
     """
     if name == EMBEDDED:
         raise GredpError(f"{EMBEDDED} is embedded: there is nothing to get")
     if name not in KNOWN:
-        raise GredpError(f"unknown data set {name!r}: one of {', '.join(fetchable())}")
+        raise GredpError(f"unknown dataset {name!r}: one of {', '.join(fetchable())}")
     path = data_folder(folder) / f"{name}.npz"
     whole, words = state(name, folder)
     if whole:
@@ -57,7 +57,7 @@ def state(name: str, folder: str | None = None) -> tuple[bool, str]:
 
 
 def listing(folder: str | None = None) -> list[dict[str, Any]]:
-    """A row for every known data set."""
+    """A row for every known dataset."""
     rows = []
     for name in KNOWN:
         whole, words = state(name, folder)
@@ -95,12 +95,8 @@ def in_order(source: KnownData, arrays: dict[str, np.ndarray]) -> dict[str, np.n
     found = [digest(arrays["x_train"][i : i + size]) for i in range(0, source.train, size)]
     if sorted(found) != sorted(source.parts):
         return arrays
-    order = [found.index(part) for part in source.parts]
-    moved = {
-        key: np.concatenate([arrays[key][i * size : (i + 1) * size] for i in order])
-        for key in ("x_train", "y_train")
-    }
-    return arrays | moved
+    order = np.concatenate([np.arange(size) + size * found.index(part) for part in source.parts])
+    return arrays | {key: arrays[key][order] for key in ("x_train", "y_train")}
 
 
 def _whole(name: str) -> str:

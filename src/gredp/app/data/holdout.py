@@ -12,7 +12,7 @@ def held_out(x: np.ndarray, y: np.ndarray, share: float, purpose: str) -> NDArra
     """`[n]`: which of the records (x_i, y_i) are kept apart, about `share` of them.
 
     Formal guarantee. Whether a record is kept apart is a function of that record and of `purpose`, so adding
-    or removing another one moves none: neighboring data sets have neighboring parts. Equal records stay
+    or removing another one moves none: neighboring datasets have neighboring parts. Equal records stay
     together, hence none is trained and tested on at once, and a run that is resumed finds the same parts.
     """
     if not 0 < share < 1:

@@ -53,7 +53,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _images(root: Path, folder: Path) -> list[Path]:
-    """The images of a class, in the order of their names; hidden files are passed over, others refused."""
+    """The images of a class, in the order of their names; hidden files are skipped, others rejected."""
     if not folder.is_dir():
         raise GredpError(f"{folder} is not there: every class needs training and test images")
     files = sorted(p for p in folder.iterdir() if not p.name.startswith("."))

@@ -141,7 +141,7 @@ def _points(run: Facts, what: str, axis: str) -> Iterator[tuple[float, float]]:
 def spectrum(rows: Sequence[dict[str, Any]], key: str) -> str | None:
     """Layers down, frequencies across, low ones left: `key` is "noise_std" or "norm_share"."""
     rows = [row for row in rows if row[key] is not None]
-    if len(rows) > 40:  # biases and normalisations have one group; in a deep network they would crowd it
+    if len(rows) > 40:  # biases and normalizations have one group; in a deep network they would crowd it
         rows = [row for row in rows if len(row["shape"]) > 1]
     if not rows:
         return None

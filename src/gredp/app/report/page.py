@@ -29,17 +29,8 @@ def page(runs: Sequence[Facts]) -> str:
         undefined=StrictUndefined,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters |= {
-        "epsilon": numbers.shown_epsilon,
-        "up": numbers.up,
-        "down": numbers.down,
-        "short": numbers.short,
-        "number": numbers.number,
-        "count": numbers.count,
-        "setting": numbers.setting,
-        "quote": shlex.quote,
-        "exp": math.exp,
-    }
+    shown = {name: getattr(numbers, name) for name in ("up", "down", "short", "number", "count", "setting")}
+    environment.filters |= {**shown, "epsilon": numbers.shown_epsilon, "quote": shlex.quote, "exp": math.exp}
     return environment.get_template("page.html.j2").render(
         runs=runs,
         together=together(runs),
