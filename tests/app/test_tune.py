@@ -116,7 +116,7 @@ def test_several_processes_and_signals_release_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
 
     def stopped(*_, **__):
-        raise Stopped(15, " after 3 of 8 steps; go on with: gredp train --resume somewhere")
+        raise Stopped(15, " after 3 of 8 steps; resume with: gredp train --resume somewhere")
 
     monkeypatch.setattr("gredp.app.train.train", stopped)
     with pytest.raises(Stopped, match="SIGTERM; nothing was released") as stop:

@@ -204,7 +204,7 @@ def test_train_kill_resume_as_a_user_would(folder, capsys):
         training.send_signal(signal.SIGINT)
         _, message = training.communicate()
     assert training.returncode == 130
-    assert "of 20000 steps; go on with: gredp train --resume" in message
+    assert "of 20000 steps; resume with: gredp train --resume" in message
     main(["ledger", str(folder / "run")])
     assert "lines verified" in capsys.readouterr().out
 
