@@ -78,7 +78,8 @@ import torch, gredp
 from torch.utils.data import DataLoader, TensorDataset
 
 for name in gredp.__all__:
-    getattr(gredp, name)
+    if name != "load":  # what the command line has trained
+        getattr(gredp, name)
 model = torch.nn.Linear(3, 2)
 engine = gredp.PrivacyEngine()
 model, optimizer, loader = engine.make_private_with_epsilon(

@@ -32,6 +32,7 @@ _HOMES = {
     "BatchMemoryManager": "gredp.sampling",
     "ModuleValidator": "gredp.validation",
     "fix": "gredp.validation",
+    "load": "gredp.app.predictor",
     "register_rule": "gredp.gradient.rules",
     "to_spectral": "gredp.validation",
     "validate": "gredp.validation",

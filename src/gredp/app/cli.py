@@ -18,6 +18,7 @@ from gredp.app.audit import AuditSettings, run_audit
 from gredp.app.compare import CompareSettings, run_compare
 from gredp.app.known_data import fetchable
 from gredp.app.merge_settings import named, resolved, with_current_names
+from gredp.app.predict import PredictSettings, run_predict
 from gredp.app.report.command import ReportSettings, run_report
 from gredp.app.settings import FILE, Flag, TrainSettings
 from gredp.app.signals import Stopped, handled_by, stop_now
@@ -147,6 +148,7 @@ def run_data(settings: DataSettings) -> None:
 #: command → its settings, and what it does with them; a number is its exit status
 COMMANDS: dict[str, tuple[type, Callable[..., int | None]]] = {
     "train": (TrainSettings, run_train),
+    "predict": (PredictSettings, run_predict),
     "account": (AccountSettings, run_account),
     "audit": (AuditSettings, run_audit),
     "reproduce": (ReproduceSettings, run_reproduce),

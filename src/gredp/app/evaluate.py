@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from gredp.app.blueprint import MODEL, read_model
 from gredp.app.data import Splits
 from gredp.app.data.datasets import Stored
 from gredp.app.dataset import centered, unchanged
-from gredp.app.models import build
-from gredp.storage.checkpoint import load_weights
 
 if TYPE_CHECKING:
     from gredp.app.train import Run
@@ -36,8 +34,6 @@ def evaluate(
 
 def score(run: "Run", data: Splits) -> int:
     """How many of the test records of `data` the run's model gets right."""
-    settings = run.record["settings"]
-    model = build(settings["model"], data.input_shape, data.classes, settings["block"])
-    load_weights(model, load_file(run.folder / "model.safetensors"))
-    share, _ = evaluate(model, data.x_test, data.y_test, centered)
+    _, network, _ = read_model(run.folder / MODEL)
+    share, _ = evaluate(network, data.x_test, data.y_test, centered)
     return round(share * len(data.y_test))

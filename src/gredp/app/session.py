@@ -3,7 +3,6 @@
 import math
 import shlex
 import warnings
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gredp.app.average import WeightAverage
+from gredp.app.blueprint import Blueprint
 from gredp.app.data import Splits
 from gredp.app.dataset import Records, describe_data
 from gredp.app.features.cache import FeatureExtractor
-from gredp.app.features.normalize import ChannelNorm, certificate, release
+from gredp.app.features.normalize import certificate, release
 from gredp.app.known_data import usual_model
-from gredp.app.models import build
 from gredp.app.settings import FILE, TrainSettings
 from gredp.app.signals import DeferredSignal, Stopped
 from gredp.distributed import all_reduce_max, rank, run_on_rank_zero
@@ -57,6 +56,16 @@ class Session:
         self.query: list[dict[str, Any]] | None = None
         self.signal = DeferredSignal()
         self.progress: Bar | None = None
+        self.blueprint = Blueprint(
+            network(settings, data),
+            data.input_shape,
+            data.class_names,
+            block(settings, data),
+            normalized=bool(settings.normalize),
+            image=None if len(data.input_shape) == 1 else data.pixels or data.input_shape,  # type: ignore[arg-type]
+            schema=data.schema,
+            features=None if extractor is None else extractor.identity(),
+        )
         model = self._model(statistics)
         records = Records(data, engine.secret if settings.augment else None)
         loader = DataLoader(records, batch_size=settings.batch_size)
@@ -79,18 +88,14 @@ class Session:
         self.average = WeightAverage(self.model, settings.ema) if settings.ema else None
 
     def _model(self, statistics: Tensor | None) -> nn.Module:
-        settings, data = self.settings, self.data
-        torch.manual_seed(settings.seed)
-        model = build(network(settings, data), data.input_shape, data.classes, block(settings, data))
+        torch.manual_seed(self.settings.seed)
+        model = self.blueprint.build()
+        network, norm = (model, None) if not self.settings.normalize else (model[1], model[0])  # type: ignore[index]
         if self.extractor is not None:
-            self.extractor.load_into(model)
-        if not settings.normalize:
-            return model
-        norm = ChannelNorm(data.input_shape[0])
-        if statistics is not None:
-            norm.take(statistics, len(data.y_train))
-        # Files have its parameters under the name "normalise".
-        return nn.Sequential(OrderedDict([("normalise", norm), ("network", model)]))
+            self.extractor.load_into(network)
+        if statistics is not None and norm is not None:
+            norm.take(statistics, len(self.data.y_train))
+        return model
 
     @property
     def released(self) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch.optim.lr_scheduler import LambdaLR
 
+from gredp.app.blueprint import FEATURES, MODEL
 from gredp.app.data import Splits
 from gredp.app.dataset import centered, describe_data, read_data, unchanged
 from gredp.app.evaluate import evaluate
 from gredp.app.learning_rate import rate_factor
-from gredp.app.session import Session, begin, block, network, resume
+from gredp.app.session import Session, begin, resume
 from gredp.app.settings import MAY_CHANGE, TrainSettings
 from gredp.app.signals import handled_by
 from gredp.app.trackers import Tracker, TrackerGroup, make_trackers
@@ -25,7 +26,7 @@ from gredp.gradient.spectra import noise_spectrum
 from gredp.randomness import Secret
 from gredp.sampling import BatchMemoryManager, PoissonBatchSampler
 from gredp.storage.files import write
-from gredp.storage.record import header, undate
+from gredp.storage.record import header, plain_numbers, undate
 from gredp.storage.record import save as save_record
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _finish(session: Session, head: dict[str, Any]) -> Run:
     settings, engine = session.settings, session.engine
     assert engine.ledger.file is not None
     accuracy, facts = f"{settings.split}_accuracy", session.facts()
-    facts["settings"] |= {"model": network(settings, session.data), "block": block(settings, session.data)}
+    facts["settings"] |= {"model": session.blueprint.network, "block": session.blueprint.block}
     record = {
         **head,
         **facts,
@@ -169,8 +170,12 @@ def _finish(session: Session, head: dict[str, Any]) -> Run:
         "selection": "the last epoch; no epoch or setting was chosen by this run" + settings.not_covered,
         "judged_on": settings.judged_on,
     }
+    guarantee = plain_numbers(record["guarantee"])
     weights = {key: value.contiguous() for key, value in session.released.state_dict().items()}
-    write(session.folder / "model.safetensors", save(weights))
+    metadata = replace(session.blueprint, guarantee=guarantee).metadata()
+    write(session.folder / MODEL, save(weights, metadata))
+    if settings.pretrained is not None:  # public, and needed wherever the model is used
+        write(session.folder / FEATURES, Path(settings.pretrained).expanduser().read_bytes())
     save_record(session.folder / "record.json", record)
     undate(session.folder, record["created"])
     return Run(session.folder, record)

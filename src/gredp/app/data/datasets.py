@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from torch import Tensor
 from gredp.app.known_data import ARRAYS, EMBEDDED, KNOWN
 from gredp.errors import GredpError
 from gredp.storage.files import one_line
+
+if TYPE_CHECKING:
+    from gredp.app.data.tables import Schema
 
 #: folders of a dataset of images in class folders
 SPLITS = ("train", "test")
@@ -43,8 +47,20 @@ class Splits:
     y_train: Tensor
     x_test: "Tensor | Stored"
     y_test: Tensor
-    #: whether the images are features rather than pixels
-    features: bool = False
+    #: names of the classes, by number
+    labels: tuple[str, ...] = ()
+    #: what the columns of a table may hold
+    schema: "Schema | None" = None
+    #: shape of an image, if the images are features rather than pixels
+    pixels: tuple[int, ...] | None = None
+
+    @property
+    def features(self) -> bool:
+        return self.pixels is not None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.labels or tuple(map(str, range(self.classes)))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -91,6 +107,10 @@ def load(
 ) -> Splits:
     """A dataset by name, or from the path of a user's own: an archive, a folder, or a table."""
     path = location(name, folder)
+    if name in KNOWN and Path(name).exists():
+        warnings.warn(
+            f"{name} is the known dataset; for the files in this folder give ./{name}", stacklevel=2
+        )
     own = path is not None and name not in KNOWN
     classed = own and is_classed(Path(name))
     table = own and Path(name).suffix == ".csv"
@@ -157,7 +177,12 @@ def _own(path: Path, table: bool, holdout: float | None, image_size: int | None)
     from gredp.app.data.images import load_folders
     from gredp.app.data.tables import load_table
 
-    classes, splits = load_table(path) if table else load_folders(path, image_size)
+    schema, names = None, ()
+    if table:
+        schema, splits = load_table(path)
+        names = schema.classes
+    else:
+        names, splits = load_folders(path, image_size)
     if len(splits) == 2 and holdout is not None:
         raise GredpError(f"{path} has a test split: give no --holdout")
     if len(splits) == 1 and holdout is None:
@@ -171,7 +196,9 @@ def _own(path: Path, table: bool, holdout: float | None, image_size: int | None)
         x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
     tensor = torch.from_numpy if table else pixels
     labels, test_labels = (torch.from_numpy(each.astype(np.int64)) for each in (y, y_test))
-    return Splits(path.stem, classes, tensor(x), labels, tensor(x_test), test_labels)
+    return Splits(
+        path.stem, len(names), tensor(x), labels, tensor(x_test), test_labels, tuple(names), schema
+    )
 
 
 def map_folder(path: Path) -> dict[str, np.ndarray]:

@@ -18,8 +18,10 @@ LARGEST_IMAGE = 1 << 26
 Files = list[list[Path]]
 
 
-def load_folders(path: Path, size: int | None = None) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
-    """How many classes, and one or two splits, training first: uint8 `[n, height, width, channels]`, labels.
+def load_folders(
+    path: Path, size: int | None = None
+) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
+    """Class names, and one or two splits, training first: uint8 `[n, height, width, channels]` and labels.
 
     Names, size and color are those of the test images where there are any. With `size` every image is scaled
     to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in
@@ -42,7 +44,7 @@ def load_folders(path: Path, size: int | None = None) -> tuple[int, list[tuple[n
         raise GredpError(
             f"{count} images of {shape[0]}×{shape[1]} take {room} bytes: use a folder of .npy files"
         )
-    return len(names), [_split(files[split], shape, gray, size is not None) for split in splits]
+    return names, [_split(files[split], shape, gray, size is not None) for split in splits]
 
 
 def _classes(folder: Path) -> list[str]:
@@ -90,16 +92,21 @@ def _place(item: tuple[int, Path]) -> bytes:
     return hashlib.sha256(os.fsencode(Path(*item[1].parts[-2:]))).digest()
 
 
+def read_scaled(file: Path, shape: tuple[int, int], gray: bool) -> np.ndarray:
+    """uint8 `[height, width, channels]` of one image, scaled to `shape` if it is not of that size."""
+    image = _read(file).convert("L" if gray else "RGB")
+    if image.size[::-1] != shape:
+        image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
+    return np.asarray(image).reshape(*shape, 1 if gray else 3)
+
+
 def _split(groups: Files, shape: tuple[int, int], gray: bool, scale: bool) -> tuple[np.ndarray, np.ndarray]:
     named = sorted(((y, file) for y, group in enumerate(groups) for file in group), key=_place)
     x = np.empty((len(named), *shape, 1 if gray else 3), dtype=np.uint8)
     for place, (_, file) in enumerate(named):
-        image = _read(file).convert("L" if gray else "RGB")
-        if scale:
-            image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
-        if image.size[::-1] != shape:
+        if not scale and _read(file).size[::-1] != shape:
             raise GredpError(
                 f"{file} is not of {shape[0]}×{shape[1]} pixels as others are: scale all with --image-size"
             )
-        x[place] = np.asarray(image).reshape(x.shape[1:])
+        x[place] = read_scaled(file, shape, gray)
     return x, np.array([label for label, _ in named])

@@ -8,9 +8,11 @@ about a bad row names the row and the column and never the value: lines end up i
 import csv
 import json
 import math
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +40,15 @@ class Schema:
     classes: tuple[str, ...]
     numeric: dict[str, tuple[float, float]]
     categorical: dict[str, tuple[str, ...]]
-    missing: frozenset[str] = frozenset()
+    missing: tuple[str, ...] = ()
     test: str | None = None
 
 
-def load_table(path: Path) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
-    """How many classes, and one or two splits, training first: float32 features `[n, d]`, int64 labels."""
+def load_table(path: Path) -> tuple[Schema, list[tuple[np.ndarray, np.ndarray]]]:
+    """The schema, and one or two splits, training first: float32 features `[n, d]`, int64 labels."""
     schema = read_schema(path)
     files = [path] if schema.test is None else [path, path.with_name(schema.test)]
-    return len(schema.classes), [encode(file, schema) for file in files]
+    return schema, [encode(file, schema) for file in files]
 
 
 # ------------------------------------------------------------------ the schema
@@ -65,14 +67,15 @@ def read_schema(path: Path) -> Schema:
     text = read(files[0], LARGEST_SCHEMA)
     try:
         found = tomllib.loads(text.decode()) if files[0].suffix == ".toml" else json.loads(text)
-        return _schema(found)
+        return parse_schema(found)
     except GredpError as error:
         raise GredpError(f"{files[0]}: {error}") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise GredpError(f"{files[0]} cannot be read: {one_line(error)}") from None
 
 
-def _schema(found: Any) -> Schema:
+def parse_schema(found: Any) -> Schema:
+    """Of what TOML or JSON say."""
     known = {field.name for field in fields(Schema)}
     if not isinstance(found, dict) or set(found) - known or not {"label", "classes"} <= set(found):
         raise GredpError(
@@ -86,7 +89,7 @@ def _schema(found: Any) -> Schema:
         _values("classes", found["classes"]),
         {name: _range(name, given) for name, given in numeric.items()},
         {name: _values(name, given) for name, given in categorical.items()},
-        frozenset(map(str, found.get("missing", []))),
+        tuple(dict.fromkeys(map(str, found.get("missing", [])))),
         found.get("test"),
     )
     names = [schema.label, *schema.numeric, *schema.categorical]
@@ -94,10 +97,9 @@ def _schema(found: Any) -> Schema:
         raise GredpError("a column is the label, numeric or categorical, and only one of them")
     if len(names) == 1:
         raise GredpError("there is no numeric and no categorical column to learn from")
-    if schema.missing - set(names[1:]):
-        raise GredpError(
-            f"missing names {sorted(schema.missing - set(names[1:]))}, which are no such columns"
-        )
+    unknown = sorted(set(schema.missing) - set(names[1:]))
+    if unknown:
+        raise GredpError(f"missing names {unknown}, which are not columns of the schema")
     test = schema.test
     if test is not None and (
         not isinstance(test, str) or Path(test).name != test or not test.endswith(".csv")
@@ -126,48 +128,63 @@ def _values(name: str, given: Any) -> tuple[str, ...]:
 def encode(path: Path, schema: Schema) -> tuple[np.ndarray, np.ndarray]:
     """`[n, d]` of float32 and `[n]` of int64, or one line that says where the table leaves its schema."""
     columns = read_columns(path, [schema.label, *schema.numeric, *schema.categorical])
-    y = _indices(path, schema.label, columns[schema.label], schema.classes, False)
+    y = _indices(str(path), schema.label, columns[schema.label], schema.classes, False)
+    return encode_inputs(columns, schema, str(path)), y
+
+
+def encode_inputs(columns: dict[str, Row], schema: Schema, where: str, before: int = 0) -> np.ndarray:
+    """`[n, d]` of float32: what a network takes of each row; `before` rows came earlier in `where`."""
     parts = []
     for name, ends in schema.numeric.items():
-        values = _numbers(path, name, columns[name], name in schema.missing)
+        values = _numbers(where, name, columns[name], name in schema.missing, before)
         unknown = np.isnan(values)
         scaled = 2 * (np.clip(values, *ends) - ends[0]) / (ends[1] - ends[0]) - 1
         parts.append(np.where(unknown, 0.0, scaled)[:, None])
         if name in schema.missing:
             parts.append(unknown[:, None])
     for name, allowed in schema.categorical.items():
-        index = _indices(path, name, columns[name], allowed, name in schema.missing)
+        index = _indices(where, name, columns[name], allowed, name in schema.missing, before)
         parts.append(index[:, None] == np.arange(len(allowed)))
-    return np.concatenate(parts, axis=1).astype(np.float32), y
+    return np.concatenate(parts, axis=1).astype(np.float32)
 
 
 def read_columns(path: Path, names: Sequence[str] = ()) -> dict[str, Row]:
     """The named columns of a CSV file with a header, or all of them, without blanks around values."""
-    rows = []
+    return next(column_parts(path, names))
+
+
+def column_parts(path: Path, names: Sequence[str] = (), size: int = sys.maxsize) -> Iterator[dict[str, Row]]:
+    """The same, at most `size` rows at a time."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
-            for row in filter(None, reader):
-                if len(row) != len(header):
-                    where = f"{path}, line {reader.line_num}"
-                    raise GredpError(f"{where}: {len(row)} values, but {len(header)} columns")
-                rows.append(row)
+            if len(set(header)) < len(header):
+                raise GredpError(f"{path} names a column twice")
+            for name in names:
+                if name not in header:
+                    raise GredpError(f"{path} has no column {name!r}: its first line must name the columns")
+            rows = _checked_rows(path, reader, len(header))
+            part = list(islice(rows, size))
+            if not part:
+                raise GredpError(f"{path} has no rows")
+            while part:
+                columns = dict(zip(header, zip(*part)))
+                yield {name: [value.strip() for value in columns[name]] for name in names or header}
+                part = list(islice(rows, size))
     except FileNotFoundError:
         raise GredpError(f"{path} is not there") from None
     except UnicodeDecodeError:
         raise GredpError(f"{path} cannot be read: it is not UTF-8") from None
     except (OSError, csv.Error) as error:
         raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
-    if len(set(header)) < len(header):
-        raise GredpError(f"{path} names a column twice")
-    for name in names:
-        if name not in header:
-            raise GredpError(f"{path} has no column {name!r}: its first line must name the columns")
-    if not rows:
-        raise GredpError(f"{path} has no rows")
-    columns = dict(zip(header, zip(*rows)))
-    return {name: [value.strip() for value in columns[name]] for name in names or header}
+
+
+def _checked_rows(path: Path, reader: Any, width: int) -> Iterator[Row]:
+    for row in filter(None, reader):
+        if len(row) != width:
+            raise GredpError(f"{path}, line {reader.line_num}: {len(row)} values, but {width} columns")
+        yield row
 
 
 def is_missing(text: str) -> bool:
@@ -181,30 +198,34 @@ def _number(text: str) -> float:
         return math.inf
 
 
-def _numbers(path: Path, name: str, texts: Row, may_be_missing: bool) -> np.ndarray:
+def _numbers(where: str, name: str, texts: Row, may_be_missing: bool, before: int) -> np.ndarray:
     """`[n]`; not a number where the value is missing, and nowhere else."""
     values = np.array([_number(text) for text in texts])
     for i in np.flatnonzero(~np.isfinite(values)):
         if not is_missing(texts[i]):
-            raise GredpError(f"{_row(path, int(i))}: {name} is not a finite number")
+            raise GredpError(f"{_row(where, before + int(i))}: {name} is not a finite number")
         if not may_be_missing:
-            raise GredpError(f"{_row(path, int(i))}: {name} is missing; list it under missing if it may be")
+            raise GredpError(
+                f"{_row(where, before + int(i))}: {name} is missing; list it under missing if it may be"
+            )
     return values
 
 
-def _indices(path: Path, name: str, texts: Row, allowed: tuple[str, ...], may_be_missing: bool) -> np.ndarray:
+def _indices(
+    where: str, name: str, texts: Row, allowed: tuple[str, ...], may_be_missing: bool, before: int = 0
+) -> np.ndarray:
     """`[n]`: the place of each value among those allowed, −1 where it is missing."""
     places = {value: i for i, value in enumerate(allowed)}
     found = np.array([places.get(text, -1) for text in texts], dtype=np.int64)
     for i in np.flatnonzero(found < 0):
         if not (may_be_missing and is_missing(texts[i])):
             shown = ", ".join(allowed[:5]) + (", …" if len(allowed) > 5 else "")
-            raise GredpError(f"{_row(path, int(i))}: {name} is not one of {shown}")
+            raise GredpError(f"{_row(where, before + int(i))}: {name} is not one of {shown}")
     return found
 
 
-def _row(path: Path, index: int) -> str:
-    return f"{path}, row {index + 1}"
+def _row(where: str, index: int) -> str:
+    return f"{where}, row {index + 1}"
 
 
 # ------------------------------------------------------------------ a schema to begin with

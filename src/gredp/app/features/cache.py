@@ -80,7 +80,9 @@ def extract_cached(
         raise cannot(target, "used for features", error) from None
     except ValueError as error:
         raise GredpError(f"{target} is damaged ({one_line(error)}): remove it to compute it anew") from None
-    return replace(data, x_train=Stored(x_train, _floats), x_test=Stored(x_test, _floats), features=True)
+    return replace(
+        data, x_train=Stored(x_train, _floats), x_test=Stored(x_test, _floats), pixels=data.input_shape
+    )
 
 
 def _floats(features: np.ndarray) -> Tensor:
