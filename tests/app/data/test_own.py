@@ -186,7 +186,7 @@ def test_the_schema_of_a_public_table_reads_that_table(tmp_path, capsys):
     schema = read_schema(path)
     assert schema.numeric == {"age": (20, 60), "hours": (-3, 10), "id": (1, 4)}
     assert schema.categorical == {"work": ("farm", "sea", "town")}
-    assert schema.missing == {"age", "work"}
+    assert schema.missing == ("age", "work")
     assert encode(path, schema)[0].shape == (4, 7)
     with pytest.raises(GredpError, match="no column 'wage'"):
         propose(tmp_path / "public.csv", "wage")

@@ -9,7 +9,7 @@ class folders are read by `images.py`, tables by `tables.py`. Nothing that could
 import os
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,7 +177,8 @@ def _own(path: Path, table: bool, holdout: float | None, image_size: int | None)
     from gredp.app.data.images import load_folders
     from gredp.app.data.tables import load_table
 
-    schema, names = None, ()
+    schema: Schema | None = None
+    names: Sequence[str]
     if table:
         schema, splits = load_table(path)
         names = schema.classes
