@@ -34,7 +34,7 @@ Array = NDArray[Any]
 PHYSICAL_BATCH = 4096
 
 
-class _PrivateLinear(BaseEstimator):
+class _PrivateLinear(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """A linear model, trained by private gradient descent from zero; the later half of the steps is averaged.
 
     The defaults did best, or within noise of the best, over four public tables and ε from 0.5 to 2.
@@ -126,7 +126,7 @@ class _PrivateLinear(BaseEstimator):
         return scores
 
 
-class PrivateClassifier(ClassifierMixin, _PrivateLinear):
+class PrivateClassifier(ClassifierMixin, _PrivateLinear):  # type: ignore[misc]
     """Multinomial logistic regression under (ε, δ)-differential privacy.
 
     | parameter | meaning | default |
@@ -207,7 +207,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateLinear):
         return cast(Array, self.classes_[best])
 
 
-class PrivateRegressor(RegressorMixin, _PrivateLinear):
+class PrivateRegressor(RegressorMixin, _PrivateLinear):  # type: ignore[misc]
     """Linear least squares under (ε, δ)-differential privacy, for targets of a declared range.
 
     Parameters as of `PrivateClassifier`, without `classes`, and with `target_range` = (low, high), which must

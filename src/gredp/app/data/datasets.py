@@ -197,9 +197,7 @@ def _own(path: Path, table: bool, holdout: float | None, image_size: int | None)
         x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
     tensor = torch.from_numpy if table else pixels
     labels, test_labels = (torch.from_numpy(each.astype(np.int64)) for each in (y, y_test))
-    return Splits(
-        path.stem, len(names), tensor(x), labels, tensor(x_test), test_labels, tuple(names), schema
-    )
+    return Splits(path.stem, len(names), tensor(x), labels, tensor(x_test), test_labels, tuple(names), schema)
 
 
 def map_folder(path: Path) -> dict[str, np.ndarray]:
