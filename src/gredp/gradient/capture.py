@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
 from gredp.gradient.batch_dimension import RowsOnZeros
 from gredp.gradient.graph import in_graph
-from gredp.gradient.per_sample import PerSampleSpectra
 from gredp.gradient.received import Received
 from gredp.gradient.state import UntrainedState
 from gredp.gradient.units import blocks, find_units
@@ -35,32 +33,13 @@ class Capture(Received):
         grid_axes = {block.name: len(block.grid) for block in blocks(module, self.units)}
         super().__init__(loss_reduction, needs, views, grid_axes)
         self._by_layer = {unit.layer: unit for unit in self.units}
-        self._pass = 0
         self._on_zeros = RowsOnZeros(module, set(self._by_layer))
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
         #: what may not change but by releases
         self.state = UntrainedState(module, grid_axes)
-        #: where the inputs of the passes since the last step lie
-        self._places: dict[int, list[StorageWeakRef]] = {}
         self._handles: list[Any] = []
         self._attach()
-
-    def take(self) -> PerSampleSpectra | None:
-        spectra = super().take()
-        if spectra is not None:
-            self._places.clear()
-        return spectra
-
-    def take_nothing(self) -> None:
-        """The next step is on no records, for models that cannot run on an empty batch."""
-        self.drop()
-        self._pending_pass, self._batch = self._pass, 0
-
-    @property
-    def inputs(self) -> list[StorageWeakRef]:
-        """Where the model's inputs of the backward that `take` hands over lie, as far as they were seen."""
-        return self._places.get(self._pending_pass or 0, [])
 
     def _attach(self) -> None:
         handles, hook = self._handles, _as_function

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gredp.errors import GredpError
 from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
@@ -31,6 +32,10 @@ class Received:
         self.views = views
         self._grid_axes = grid_axes
         self._memory: dict[str, Buffer] = {}
+        #: forwards so far
+        self._pass = 0
+        #: where the inputs of those since the last step lie
+        self._places: dict[int, list[StorageWeakRef]] = {}
         #: while it is set, forwards are ours and not the user's
         self._paused = False
         self.drop()
@@ -49,7 +54,18 @@ class Received:
         scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
         spectra = PerSampleSpectra(self._pending, records, scale)
         self.drop()
+        self._places.clear()
         return spectra
+
+    def take_nothing(self) -> None:
+        """The next step is on no records, for models that cannot run on an empty batch."""
+        self.drop()
+        self._pending_pass, self._batch = self._pass, 0
+
+    @property
+    def inputs(self) -> list[StorageWeakRef]:
+        """Where the model's inputs of the backward that `take` hands over lie, as far as they were seen."""
+        return self._places.get(self._pending_pass or 0, [])
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
