@@ -404,8 +404,8 @@ def test_another_plan_or_another_place_in_the_ledger_is_told_apart(what):
         ((_, step),) = two_models((1.0,))
         optimizer = step.__defaults__[1]
         if rank() and what == "plan":
-            stages = (replace(s, plan=replace(s.plan, normalize=True)) for s in optimizer._stages.stages)
-            optimizer._stages = replace(optimizer._stages, stages=tuple(stages))
+            stages = (replace(s, plan=replace(s.plan, normalize=True)) for s in optimizer._stages)
+            optimizer._stages = tuple(stages)
         elif rank():
             optimizer.ledger.charge(optimizer.certificate, 1.0)
         return refusal(step)

@@ -16,7 +16,7 @@ from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.rules import exact
 from gredp.gradient.step import PrivateStep
-from gredp.mechanisms.stages import Stages
+from gredp.mechanisms.stages import stages_of
 from gredp.privacy.ledger import Entry, Ledger
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 from gredp.randomness import Split
@@ -103,8 +103,8 @@ class PrivateOptimizer(Optimizer):
         self.sigma = sigma
         self.claimed_multiplier = sigma if claimed_by_paper else None
         #: the plans of all steps and their certificates, known before the first one
-        self._stages = Stages.of(step.plan, schedule, self.claimed_multiplier)
-        self._stage = self._stages.at(0)  # that of the sum
+        self._stages = stages_of(step.plan, schedule, self.claimed_multiplier)
+        self._stage = self._stages[0]  # that of the sum
         self._max_grad_norm = max_grad_norm
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.block_views}
         self._frozen = {name for name, _ in module.named_parameters() if name not in step.block_views}
@@ -133,7 +133,7 @@ class PrivateOptimizer(Optimizer):
     def cost(self, steps: int) -> tuple[Entry, ...]:
         """What the ledger will be charged for so many steps more; turns go on from those it holds."""
         first = self.ledger.steps - self.charged_before
-        costs = groupby(self._stages.at(first + step).cost for step in range(steps))
+        costs = groupby(self._stages[self.schedule.stage(first + step)].cost for step in range(steps))
         return tuple(
             Entry(z, self.sample_rate, len(list(same)), claimed, *self._turns) for (z, claimed), same in costs
         )
@@ -193,7 +193,8 @@ class PrivateOptimizer(Optimizer):
                     self.capture.reduction.compare()
             with exact(next(iter(self._parameters.values())).device):
                 if not self.private_step.accumulated:  # under the plan of the next step in the ledger
-                    self._stage = self._stages.at(self.ledger.steps - self.charged_before)
+                    number = self.schedule.stage(self.ledger.steps - self.charged_before)
+                    self._stage = self._stages[number]
                     self.private_step.begin_sum(self._stage.plan)
                 self.private_step.accumulate(spectra)
                 if not last:

@@ -22,22 +22,7 @@ class Stage:
         return self.certificate.noise_multiplier, self.claimed_multiplier
 
 
-@dataclass(frozen=True)
-class Stages:
-    """What a run does and costs in each step, a function of the step's number alone."""
-
-    schedule: NoiseSchedule
-    stages: tuple[Stage, ...]
-
-    @classmethod
-    def of(cls, plan: StepPlan, schedule: NoiseSchedule, claimed: float | None) -> "Stages":
-        """From the plan of a step at factor 1, and its claimed multiplier."""
-        plans = [(factor, plan.scaled(factor)) for _, factor in schedule.stages]
-        return cls(
-            schedule,
-            tuple(Stage(p, p.certificate(), None if claimed is None else claimed * f) for f, p in plans),
-        )
-
-    def at(self, step: int) -> Stage:
-        """The stage of the step with this number, the first being 0."""
-        return self.stages[self.schedule.stage(step)]
+def stages_of(plan: StepPlan, schedule: NoiseSchedule, claimed: float | None) -> tuple[Stage, ...]:
+    """What a run does and costs in each stage of `schedule`; `plan` and `claimed` are those of factor 1."""
+    plans = [(factor, plan.scaled(factor)) for _, factor in schedule.stages]
+    return tuple(Stage(p, p.certificate(), None if claimed is None else claimed * f) for f, p in plans)
