@@ -26,7 +26,7 @@ from gredp import BatchMemoryManager, GredpError, PrivacyEngine
 from gredp.distributed import (
     DifferentiallyPrivateDistributedDataParallel,
     rank,
-    refuse_differences,
+    reject_differences,
     run_on_rank_zero,
 )
 from gredp.errors import PeerFailed
@@ -318,7 +318,7 @@ def test_errors_and_values_of_the_first_process_reach_all():
 
         value, content = run_on_rank_zero(lambda: ({"a": [1, None]}, b"\x00\xff" * 5), "a value")
         assert run_on_rank_zero(lambda: (1, b""), "another") == (1, b"")
-        refuse_differences({"a": 1.5, "b": [rank() - rank()]})
+        reject_differences({"a": 1.5, "b": [rank() - rank()]})
         try:
             run_on_rank_zero(fail, "a mistake")
         except GredpError as error:
@@ -419,7 +419,7 @@ def test_another_plan_or_another_place_in_the_ledger_is_told_apart(what):
 def test_a_process_in_another_phase_is_told_apart():
     def attempt() -> str:
         (_, step), *_ = two_models((1.0,))
-        return refusal(step if rank() else lambda: refuse_differences({"a": 1}))
+        return refusal(step if rank() else lambda: reject_differences({"a": 1}))
 
     first, second = in_world(2, attempt)
     assert first == second
@@ -580,6 +580,6 @@ def test_a_process_that_leaves_is_noticed_in_one_line():
         if rank() == 1:
             dist.destroy_process_group()
             return ""
-        return refusal(lambda: refuse_differences({}))
+        return refusal(lambda: reject_differences({}))
 
     assert "lost contact with the others" in in_world(2, attempt)[0]

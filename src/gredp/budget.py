@@ -31,7 +31,7 @@ class Sampling:
     def of_epochs(cls, records: int, batch_size: int, epochs: int, bands: int = 1) -> "Sampling":
         """Passes of a loader over `records` with batches of `batch_size` on average."""
         if batch_size > records:
-            raise GredpError(f"the batch size {batch_size} is larger than the data set of {records} records")
+            raise GredpError(f"the batch size {batch_size} is larger than the dataset of {records} records")
         return cls(batch_size / records, epochs * math.ceil(records / batch_size), bands)
 
     @property
@@ -105,7 +105,7 @@ def quote(
         sigma = 0.0
     else:
         reject_large_delta(delta, records, allow_large_delta)
-        noise_scale(1.0, unit, claim)  # refuses a mechanism that releases a direction without noise
+        noise_scale(1.0, unit, claim)  # rejects a mechanism that releases a direction without noise
     if sigma is None:
         assert target_epsilon is not None
         z = noise_multiplier(target_epsilon, delta, sampling, claim=claim, accountant=accountant)

@@ -2,13 +2,13 @@
 
 Formal guarantee. Record i belongs to process i mod N and is clipped there. The clipped sums are added up over
 all processes; the first one alone charges the ledger, on the disk before its part of the sum is given away,
-draws the noise and passes the noisy gradient on. So what every process applies is the release that one
+draws the noise and broadcasts the noisy gradient. So what every process applies is the release that one
 process with all the records would have made, and no process has it before it is charged.
 
 Every exchange begins with the same small all-reduce, which tells what the exchange is for: a step by model,
 number and plan, others by their purpose. Tensors travel only if all processes came to the same one, and a
-process that fails within one joins no later one. So no two processes ever add up, or hand on, different
-things, whatever the order in which their programs step: they are refused in one line, by all of them.
+process that fails within one joins no later one. So no two processes ever add up, or broadcast, different
+things, whatever the order in which their programs step: all of them reject it in one line.
 
 With one process every function here is the identity.
 """
@@ -35,8 +35,8 @@ T = TypeVar("T")
 #: seconds after which a silent process is given up; the first one evaluates and writes while others wait
 TIMEOUT = 300.0
 
-#: larger than any number that processes compare: one of them has refused
-_REFUSED = 2**62
+#: larger than any number that processes compare: one of them has rejected
+_REJECTED = 2**62
 
 #: the exchange that this process has begun and not finished
 _unfinished = ""
@@ -60,11 +60,11 @@ def process_group() -> Iterator[None]:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
-    told = os.environ.get("GREDP_TIMEOUT_SECONDS", str(TIMEOUT))
+    seconds = os.environ.get("GREDP_TIMEOUT_SECONDS", str(TIMEOUT))
     try:
-        timeout = timedelta(seconds=float(told))
+        timeout = timedelta(seconds=float(seconds))
     except (ValueError, OverflowError):
-        raise GredpError(f"GREDP_TIMEOUT_SECONDS must be a number of seconds, not {told!r}") from None
+        raise GredpError(f"GREDP_TIMEOUT_SECONDS must be a number of seconds, not {seconds!r}") from None
     try:
         dist.init_process_group("gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -95,7 +95,7 @@ def _first_line(error: Exception) -> str:
 def begin(what: str, number: int = 0) -> int:
     """Begin an exchange; gives the largest of all processes' numbers, if all have come to `what`.
 
-    Otherwise all refuse. One small all-reduce, the same for every purpose: whatever two processes have come
+    Otherwise all reject. One small all-reduce, the same for every purpose: whatever two processes have come
     to, they meet here. Tensors may travel then, until `finish`; a process that fails before it is out.
     """
     global _unfinished
@@ -108,10 +108,10 @@ def begin(what: str, number: int = 0) -> int:
     with _contact():
         dist.all_reduce(held, dist.ReduceOp.MAX)
     most, high, low = held.tolist()
-    if most == _REFUSED:  # every process that rejected says why, and continues to raise it
-        reasons = _from_all(what if number == _REFUSED else "")
+    if most == _REJECTED:  # every process that rejected says why, and continues to raise it
+        reasons = _from_all(what if number == _REJECTED else "")
         finish()
-        if number != _REFUSED:
+        if number != _REJECTED:
             first = next(i for i, reason in enumerate(reasons) if reason)
             raise PeerFailed(f"process {first} stopped, and so all do: {reasons[first]}")
     elif high != -low:
@@ -136,8 +136,8 @@ def all_reduce_max(number: int, what: str) -> int:
     return most
 
 
-def refused_by_all(action: Callable[..., T]) -> Callable[..., T]:
-    """What one process refuses before an exchange, all refuse: the others would wait for it in vain."""
+def rejected_by_all(action: Callable[..., T]) -> Callable[..., T]:
+    """What one process rejects before an exchange, all reject: the others would wait for it in vain."""
 
     @functools.wraps(action)
     def telling(*args: Any, **kwargs: Any) -> T:
@@ -148,7 +148,7 @@ def refused_by_all(action: Callable[..., T]) -> Callable[..., T]:
         except GredpError as error:
             if not _unfinished:
                 with suppress(OutOfStep):
-                    all_reduce_max(_REFUSED, str(error))
+                    all_reduce_max(_REJECTED, str(error))
             raise
 
     return telling
@@ -235,7 +235,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def refuse_differences(facts: Mapping[str, Any]) -> None:
+def reject_differences(facts: Mapping[str, Any]) -> None:
     """Processes with different settings would not train one model: name the first difference."""
     if world_size() == 1:
         return
@@ -256,7 +256,7 @@ def share_weights(module: nn.Module) -> None:
     if world_size() == 1:
         return
     state = {name: t for name, t in module.state_dict().items() if t.numel()}
-    refuse_differences({"shape of " + name: [*t.shape, str(t.dtype)] for name, t in state.items()})
+    reject_differences({"shape of " + name: [*t.shape, str(t.dtype)] for name, t in state.items()})
     begin("the first weights")
     with torch.no_grad():
         for name, value in broadcast(state).items():

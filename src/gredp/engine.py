@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from gredp.budget import Sampling, noise_multiplier
-from gredp.distributed import model_number, refuse_differences, run_on_rank_zero, share_weights
+from gredp.distributed import model_number, reject_differences, run_on_rank_zero, share_weights
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, SecretSource
@@ -34,7 +34,7 @@ from gredp.request_checks import (
     whole_bands,
 )
 from gredp.sampling import PrivateLoader, poisson_loader
-from gredp.sampling.same_records import refuse_other_records
+from gredp.sampling.same_records import reject_other_records
 from gredp.storage.checkpoint import contract
 from gredp.storage.resumable import Resumable
 from gredp.summary import Summary, html_table, run_on_zeros, summarize
@@ -58,7 +58,7 @@ class PrivacyEngine(Resumable):
     each, and that nothing but the returned objects has touched the data.
 
     `accountant` is "pld" (default, tighter) or "rdp"; Opacus' "prv" means "pld" here. Noise and batches come
-    from a secret of this engine through a cryptographic keystream; `secure_mode` refuses generators that
+    from a secret of this engine through a cryptographic keystream; `secure_mode` rejects generators that
     would take its place. `secret` is for tests.
     """
 
@@ -69,9 +69,9 @@ class PrivacyEngine(Resumable):
         self.secure_mode = secure_mode
         super().__init__(secret or Secret())
         self.accountant = Accountant(self.ledger, name)
-        #: the δ that was asked for
+        #: the requested δ
         self.target_delta: float | None = None
-        #: the multiplier as it was asked for: z, or the paper's σ under its claim
+        #: the requested multiplier: z, or the paper's σ under its claim
         self.requested_multiplier = math.nan
 
     def make_private(
@@ -185,10 +185,10 @@ class PrivacyEngine(Resumable):
             max_grad_norm=norms,
             schedule=schedule,
         )
-        refuse_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
+        reject_differences(contract(private) | {"records": sampler.records, "steps": sampler.steps})
         private.private_step.number = number = model_number()
         key = bytes(self.secret.keystream(32, "same records", number)[:32])
-        refuse_other_records(loader, key)
+        reject_other_records(loader, key)
         share_weights(module)
         capture.state.remember()
         self._optimizer, self.requested_multiplier, self._loader = private, noise_multiplier, loader
@@ -325,11 +325,11 @@ class PrivacyEngine(Resumable):
         assert self._loader is not None
         seeded = self.secret.insecure or self._loader.generator is not None
         if seeded or not isinstance(self._optimizer.private_step.source, SecretSource):
-            rows.insert(0, ("INSECURE", "noise or batches from a seed: ε does not hold for who knows it"))
+            rows.insert(0, ("INSECURE", "noise or batches come from a seed: anyone who knows it voids ε"))
         return rows
 
     def __str__(self) -> str:
-        """The guarantee, at the δ that was asked for, or 1e-5."""
+        """The guarantee, at the requested δ, or 1e-5."""
         rows = self._shown()
         width = max(len(name) for name, _ in rows)
         return "\n".join(["PrivacyEngine", *(f"  {name:<{width}}  {text}" for name, text in rows)])

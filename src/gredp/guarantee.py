@@ -8,7 +8,7 @@ from gredp.privacy.accountant import AccountantName, epsilon, in_turns, round_up
 from gredp.privacy.ledger import Entry
 from gredp.privacy.paper_claims import claimed_epsilon
 
-#: what neighboring data sets differ by
+#: what neighboring datasets differ by
 ONE_RECORD = "add or remove one record"
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from gredp.distributed import refused_by_all, world_size
+from gredp.distributed import rejected_by_all, world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.rules import exact
@@ -171,13 +171,13 @@ class PrivateOptimizer(Optimizer):
         self._skip = False
         return unfinished
 
-    @refused_by_all
+    @rejected_by_all
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_strangers()
+        self._reject_strangers()
         if world_size() != self._processes:
             were = f"{self._processes} in make_private, {world_size()} now"
             raise GredpError(f"the number of processes changed ({were}): join them before make_private")
@@ -211,7 +211,7 @@ class PrivateOptimizer(Optimizer):
         self.original_optimizer.step()
         return loss
 
-    def _refuse_strangers(self) -> None:
+    def _reject_strangers(self) -> None:
         """Parameters that would move without a certificate, or stay where they are without a word."""
         for name, parameter in self.capture.module.named_parameters():
             ours = self._parameters.get(name) is parameter
@@ -228,7 +228,7 @@ class PrivateOptimizer(Optimizer):
     def _draw_of(self, records: int, inputs: list[StorageWeakRef]) -> tuple[Draw | None, bool]:
         """The draw that these records are of, and whether they complete it; None for batches of the caller's.
 
-        Refuses sums in which a record could be twice, and rows that are not records.
+        Rejects sums in which a record could be twice, and rows that are not records.
         """
         part = self.handed.waiting
         if part is not None:
@@ -236,7 +236,7 @@ class PrivateOptimizer(Optimizer):
                 self.private_step.discard()  # its loop was left early
             self.handed.check(records, part.records)
             self.handed.waiting, self._summed = None, part.draw
-            self._refuse_out_of_turn(part.draw)
+            self._reject_out_of_turn(part.draw)
             return part.draw, part.last
         before = self.private_step.records if self.private_step.accumulated else 0
         if self.handed.in_parts and before:
@@ -245,7 +245,7 @@ class PrivateOptimizer(Optimizer):
             draw = self._draw_in_parts(before + records, inputs)
         else:
             draw = self.handed.find(records, inputs)
-        self._refuse_out_of_turn(draw)
+        self._reject_out_of_turn(draw)
         return draw, not self._skip
 
     def _draw_in_parts(self, records: int, inputs: list[StorageWeakRef]) -> Draw | None:
@@ -265,7 +265,7 @@ class PrivateOptimizer(Optimizer):
             )
         return draw if self._skip else handed.find(records, inputs)
 
-    def _refuse_out_of_turn(self, draw: Draw | None) -> None:
+    def _reject_out_of_turn(self, draw: Draw | None) -> None:
         if self.split is None or (draw is not None and not draw.used and draw.turn == self.next_turn):
             return
         given = "a batch of your own" if draw is None else f"that of step {draw.turn + 1}"

@@ -16,7 +16,7 @@ from gredp.privacy.certificate import Block
 
 def fft(x: Tensor, axes: int) -> Tensor:
     """Unitary DFT over the last `axes` axes."""
-    if not axes or not x.numel():  # the transform of nothing, which FFT libraries refuse
+    if not axes or not x.numel():  # the transform of nothing, which FFT libraries reject
         return x.to(_complex(x))
     return torch.fft.fftn(x, dim=_last(axes), norm="ortho")
 
@@ -29,7 +29,7 @@ def half_fft(x: Tensor, axes: int) -> Tensor:
     """Unitary DFT of a real block: `[*lead, *grid]` → `[*lead, *half]`."""
     if not axes:
         return x.to(_complex(x))
-    if not x.numel():  # the transform of nothing, which FFT libraries refuse
+    if not x.numel():  # the transform of nothing, which FFT libraries reject
         return x.new_zeros(*x.shape[:-1], x.shape[-1] // 2 + 1, dtype=_complex(x))
     grid = tuple(x.shape[x.dim() - axes :])
     if math.prod(grid) > SMALL:

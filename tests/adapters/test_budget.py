@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gredp import GredpError, PrivacyEngine
-from gredp.adapters.budget import Budget, refuse_private_metric
+from gredp.adapters.budget import Budget, reject_private_metric
 from worlds import records, small_model
 
 
@@ -50,8 +50,8 @@ def test_a_large_delta_is_refused_by_adapters():
 
 def test_a_metric_decides_only_if_no_record_changes_it_or_it_is_declared_public():
     for metric in (None, "epsilon", "step", "val_loss"):
-        refuse_private_metric("EarlyStopping", metric, {"val_loss"})
+        reject_private_metric("EarlyStopping", metric, {"val_loss"})
     with pytest.raises(
         GredpError, match=r"'train_loss', which ε does not cover.*public_metrics=\('train_loss'"
     ):
-        refuse_private_metric("EarlyStopping", "train_loss", {"val_loss"})
+        reject_private_metric("EarlyStopping", "train_loss", {"val_loss"})

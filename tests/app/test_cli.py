@@ -111,7 +111,7 @@ def test_the_table_shows_the_proven_figure_first(capsys):
         (["--epsilon", "1", "--delta", "-0.1"], "not -0.1"),
         (["--epsilon", "1e-9", "--delta", "1e-14"], "cannot be reached"),
         (["--epsilon", "1", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),
-        (["--epsilon", "1", "--records", "100"], "500 is larger than the data set of 100"),
+        (["--epsilon", "1", "--records", "100"], "500 is larger than the dataset of 100"),
         (["--epsilon", "1", "--epochs", "0"], "--epochs must be at least 1, not 0"),
         (["--epsilon", "1", "--layers", "0"], "--layers must be at least 1, not 0"),
         (["--epsilon", "1", "--noise", "real"], "claim='paper'"),

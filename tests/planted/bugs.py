@@ -387,18 +387,18 @@ def a_linear_norm_that_misses_its_input(patch: Patch) -> None:
 
 
 def unfrozen_parameters_stepped(patch: Patch) -> None:
-    patch.setattr(optimizer.PrivateOptimizer, "_refuse_strangers", lambda self: None)
+    patch.setattr(optimizer.PrivateOptimizer, "_reject_strangers", lambda self: None)
 
 
 def foreign_parameters_stepped(patch: Patch) -> None:
     """The check of what the optimizer holds finds nothing foreign."""
-    honest = optimizer.PrivateOptimizer._refuse_strangers
+    honest = optimizer.PrivateOptimizer._reject_strangers
 
     def blind(self):
         self._owned |= {p for group in self.param_groups for p in group["params"]}
         honest(self)
 
-    patch.setattr(optimizer.PrivateOptimizer, "_refuse_strangers", blind)
+    patch.setattr(optimizer.PrivateOptimizer, "_reject_strangers", blind)
 
 
 def noise_repeated_after_a_restart(patch: Patch) -> None:
@@ -550,7 +550,7 @@ def exchanges_without_a_tag(patch: Patch) -> None:
 
 def records_of_processes_not_compared(patch: Patch) -> None:
     """A record may be in two of them, and is clipped in each."""
-    patch.setattr(engine, "refuse_other_records", lambda loader, key: None)
+    patch.setattr(engine, "reject_other_records", lambda loader, key: None)
 
 
 def sums_of_other_processes_left_out(patch: Patch) -> None:
@@ -685,7 +685,7 @@ def another_split_after_a_restart(patch: Patch) -> None:
 
 def batches_out_of_turn_let_through(patch: Patch) -> None:
     """The turns shift against the noise: a record takes part again a step too early."""
-    patch.setattr(optimizer.PrivateOptimizer, "_refuse_out_of_turn", lambda self, draw: None)
+    patch.setattr(optimizer.PrivateOptimizer, "_reject_out_of_turn", lambda self, draw: None)
     every_step_charged_as_a_new_draw(patch)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gredp.adapters.budget import Budget, refuse_private_metric
+from gredp.adapters.budget import Budget, reject_private_metric
 from gredp.audit.canaries import Grid
 from gredp.audit.examples import Effort, Verdict, verdict
 from gredp.audit.victims import EngineStep
@@ -402,7 +402,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     ),
     "a step past the target of an adapter": _past_the_target,
     "a delta of one in the records": _large_delta,
-    "a training loss that decides": lambda x: refuse_private_metric("EarlyStopping", "train_loss", ()),
+    "a training loss that decides": lambda x: reject_private_metric("EarlyStopping", "train_loss", ()),
     "more inputs than records": _rows,
     "views that a collate function may reorder": _reordered_views,
 }

@@ -89,7 +89,7 @@ class Budget:
             **self.options,
         )
         self.planned = counted((*spent, *private.cost(self.steps)))
-        self.engine.ledger.ceiling = self._refuse_beyond
+        self.engine.ledger.ceiling = self._reject_beyond
         if self.folder is not None and Path(self.folder).exists():
             self.engine.load(self.folder)
         self.save()
@@ -123,7 +123,7 @@ class Budget:
         """Whether every step that was planned has been charged."""
         return self.charged >= self.steps
 
-    def _refuse_beyond(self, step: Entry) -> None:
+    def _reject_beyond(self, step: Entry) -> None:
         """Programs may not stop when told to, or step twice on one batch."""
         if self.used_up:
             raise GredpError(f"all {self.steps} planned steps are charged: training is over")
@@ -153,7 +153,7 @@ def counted(entries: Iterable[Entry]) -> Counter[Entry]:
     return kinds
 
 
-def refuse_private_metric(who: str, metric: str | None, public: Collection[str]) -> None:
+def reject_private_metric(who: str, metric: str | None, public: Collection[str]) -> None:
     """A loss of private records decides nothing: ε covers the steps, not a choice by what they were on."""
     if metric is not None and metric not in COUNTS and metric not in public:
         raise GredpError(

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from gredp.adapters.budget import Budget, refuse_private_metric, reject
+from gredp.adapters.budget import Budget, reject, reject_private_metric
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 
@@ -63,7 +63,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # untyped here, see pyproj
         """
         super().__init__(*arguments, **settings)
         self.public_metrics = frozenset(map(of_evaluation, public_metrics))
-        refuse(self)
+        reject_trainer(self)
         norm = self.args.max_grad_norm
         self.budget = Budget(delta, norm, target_epsilon, noise_multiplier, folder, privacy or {})
         self.budget.engine = engine or self.budget.engine
@@ -79,7 +79,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # untyped here, see pyproj
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **settings: Any) -> Any:
         if self.budget.charged:
             raise GredpError(f"{self.budget.charged} steps are charged already: make a new PrivateTrainer")
-        refuse(self)
+        reject_trainer(self)
         if resume_from_checkpoint or trial is not None:
             raise GredpError(
                 "resume_from_checkpoint and trials bring steps that are in no ledger: "
@@ -205,12 +205,12 @@ def of_evaluation(metric: str) -> str:
     return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
-def refuse(trainer: PrivateTrainer) -> None:
+def reject_trainer(trainer: PrivateTrainer) -> None:
     """Reject what would change a gradient, a batch or the number of steps."""
     args = trainer.args
     if args.metric_for_best_model is not None:  # also where best checkpoints or plateaus set it themselves
         who = "load_best_model_at_end, save_strategy, early stopping or lr_scheduler_type"
-        refuse_private_metric(who, of_evaluation(args.metric_for_best_model), trainer.public_metrics)
+        reject_private_metric(who, of_evaluation(args.metric_for_best_model), trainer.public_metrics)
     several = (
         args.n_gpu > 1 or args.world_size != 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     )

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
-from gredp.adapters.budget import Budget, refuse_private_metric, reject
+from gredp.adapters.budget import Budget, reject, reject_private_metric
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
@@ -65,11 +65,11 @@ class PrivacyCallback(Callback):  # type: ignore[misc]  # untyped here, see pypr
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            refuse(trainer, pl_module, self.budget.public_metrics)
+            reject_trainer(trainer, pl_module, self.budget.public_metrics)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first moment with optimizers, before any batch is drawn."""
-        refuse(trainer, pl_module, self.budget.public_metrics)  # schedulers were not there before
+        reject_trainer(trainer, pl_module, self.budget.public_metrics)  # schedulers were not there before
         loop = trainer.fit_loop
         source = loop._data_source
         loader = self.budget.poisson(source.dataloader())
@@ -112,7 +112,7 @@ class PrivacyCallback(Callback):  # type: ignore[misc]  # untyped here, see pypr
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """What callbacks of others may have changed since the start."""
-        refuse(trainer, pl_module, self.budget.public_metrics)
+        reject_trainer(trainer, pl_module, self.budget.public_metrics)
         (inner,) = (getattr(o, "optimizer", o) for o in trainer.optimizers)
         poisson = isinstance(trainer.train_dataloader.batch_sampler, PoissonBatchSampler)
         if inner is not self.optimizer or not poisson:
@@ -157,13 +157,13 @@ def records(batch: Any) -> int:
     return batch.shape[0]
 
 
-def refuse(trainer: Trainer, pl_module: LightningModule, public: Collection[str]) -> None:
+def reject_trainer(trainer: Trainer, pl_module: LightningModule, public: Collection[str]) -> None:
     """Reject what would change a gradient, a batch or the number of steps."""
     for callback in trainer.callbacks:
-        refuse_private_metric(type(callback).__name__, getattr(callback, "monitor", None), public)
+        reject_private_metric(type(callback).__name__, getattr(callback, "monitor", None), public)
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau:
-            refuse_private_metric(type(config.scheduler).__name__, config.monitor, public)
+            reject_private_metric(type(config.scheduler).__name__, config.monitor, public)
     precision, searches = str(trainer.precision), (BatchSizeFinder, LearningRateFinder)
     reject(
         {

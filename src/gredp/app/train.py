@@ -20,7 +20,7 @@ from gredp.app.session import Session, begin, resume
 from gredp.app.settings import MAY_CHANGE, TrainSettings
 from gredp.app.signals import handled_by
 from gredp.app.trackers import Tracker, TrackerGroup, make_trackers
-from gredp.distributed import process_group, rank, refuse_differences, run_on_rank_zero, world_size
+from gredp.distributed import process_group, rank, reject_differences, run_on_rank_zero, world_size
 from gredp.engine import PrivacyEngine
 from gredp.gradient.spectra import noise_spectrum
 from gredp.randomness import Secret
@@ -57,7 +57,7 @@ def train(
         records, extractor = read_data(settings, data)
         kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
         facts = {"resume": bool(settings.resume), "data": describe_data(records, extractor)}
-        refuse_differences(kept | facts)
+        reject_differences(kept | facts)
         secret = Secret(settings.insecure_seed)
         engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
         try:

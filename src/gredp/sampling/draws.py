@@ -1,7 +1,7 @@
 """Which draw a step is on: every batch that the loader hands out has an identity.
 
 Formal guarantee. A draw pays for one step at the sampling rate. A step on a batch that was stepped before is
-told apart, and so is a step on more or fewer rows than the records that were drawn:
+recognized, and so is a step on more or fewer rows than the records that were drawn:
 
 | the model's input | how its draw is found |
 |---|---|
@@ -63,7 +63,7 @@ class HandedOut:
         #: in a loop over parts: the part that must be stepped before the next one is handed out
         self.waiting: Part | None = None
         self.in_parts = False
-        self._sizes: set[int] = set()  # of those that were used or left out
+        self._sizes: set[int] = set()  # of those that were used or skipped
         self._in_memory: list[Draw] = []
 
     def begin(self, in_parts: bool = False) -> int:
@@ -106,7 +106,7 @@ class HandedOut:
 
     @staticmethod
     def check(inputs: int, drawn: int) -> None:
-        """Refuse a model run on another number of inputs than records were drawn."""
+        """Reject a model run on another number of inputs than records were drawn."""
         if inputs != drawn:
             raise GredpError(
                 f"the model was run on {inputs} inputs, but {drawn} records were drawn: use whole batches of "
@@ -122,7 +122,7 @@ class HandedOut:
         return None
 
     def use(self, draw: Draw) -> None:
-        """It has paid for a step; those before it were left out."""
+        """It has paid for a step; those before it were skipped."""
         draw.used = True
         self._sizes.add(draw.records)
         if self.unused and draw in self.unused:

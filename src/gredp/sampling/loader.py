@@ -124,7 +124,7 @@ def part_of(batch: Any, rows: slice) -> Any:
 class PrivateLoader(DataLoader[Any]):
     """Hands out Poisson batches, or parts of them, and notes each where optimizers look for it.
 
-    What counts is what reaches the loop: worker processes fetch ahead of it. With `in_parts` every part must
+    What counts is what reaches the loop: worker processes prefetch. With `in_parts` every part must
     be stepped before the next one is taken.
     """
 
@@ -249,8 +249,8 @@ class BatchMemoryManager:
         self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: "PrivateOptimizer"
     ) -> None:
         if not (max_physical_batch_size >= 1 and float(max_physical_batch_size).is_integer()):
-            told = max_physical_batch_size
-            raise GredpError(f"max_physical_batch_size must be a positive whole number, not {told}")
+            size = max_physical_batch_size
+            raise GredpError(f"max_physical_batch_size must be a positive whole number, not {size}")
         if not isinstance(data_loader.batch_sampler, PoissonBatchSampler):
             raise GredpError("BatchMemoryManager takes the loader that make_private returned")
         self.optimizer, self.parts = optimizer, PrivateLoader.like(data_loader, data_loader.batch_sampler)

@@ -4,7 +4,7 @@ Record i belongs to process i mod N. Where two processes have different records 
 may be in both and count twice. So the index sets of every `Subset` are compared whole, and a few records,
 chosen by a key of this run, by what they hold: each array by its sum under random signs, to three digits,
 since two machines may round a transform differently. What changes when it is read again, such as a random
-view, cannot be compared and is left out.
+view, cannot be compared and is skipped.
 
 The processes send each other digests under that key. It is drawn for this alone, and neither it nor a digest
 is written or printed.
@@ -33,8 +33,8 @@ WHAT = "a comparison of the records"
 Digests = list[list[int | None]]
 
 
-def refuse_other_records(loader: DataLoader[Any], key: bytes) -> None:
-    """Refuse, in all processes, data that are not the first process' own. Its `key` is everyone's."""
+def reject_other_records(loader: DataLoader[Any], key: bytes) -> None:
+    """Reject, in all processes, data that are not the first process' own. Its `key` is everyone's."""
     if world_size() == 1:
         return
     _, key = run_on_rank_zero(lambda: (None, key), WHAT)

@@ -105,9 +105,9 @@ def restore(
     now, then = contract(optimizer), {"correlation_bands": 1, **checkpoint.facts.get("contract", {})}
     for key in now:
         if now[key] != then.get(key):
-            was, told = (f" ({json.dumps(x)})" if key != "plan" else "" for x in (then.get(key), now[key]))
+            was, now_is = (f" ({json.dumps(x)})" if key != "plan" else "" for x in (then.get(key), now[key]))
             raise GredpError(
-                f"the run began with another {key}{was} than now{told}: to change it, fork the run"
+                f"the run began with another {key}{was} than now{now_is}: to change it, fork the run"
             )
     try:
         groups, loaded = tensor_groups(checkpoint), {"model": module, **modules}
@@ -115,7 +115,7 @@ def restore(
         if type(before) is not int or not 0 <= before <= checkpoint.facts["ledger"]["steps"]:
             raise GredpError(f"the checkpoint says that {before} steps were charged before the run")
         for key, each in loaded.items():
-            _refuse_weights(each, groups[key])
+            _check_weights(each, groups[key])
         state = _optimizer_state(checkpoint.facts["optimizer"], groups["optimizer"], optimizer)
         shape = optimizer.private_step.learned_shape
         if shape is not None:
@@ -162,12 +162,12 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    _refuse_weights(module, weights)
+    _check_weights(module, weights)
     with torch.no_grad():
         module.load_state_dict(weights)
 
 
-def _refuse_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
+def _check_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
     """The module's names, shapes and types, and finite wherever its own are: a mask may hold −∞."""
     own = module.state_dict()
     for name in sorted(own.keys() ^ weights.keys()):

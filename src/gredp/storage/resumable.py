@@ -90,7 +90,7 @@ class Resumable:
         try:
             facts, tensors = run_on_rank_zero(lambda: _open(Path(path), held), "the run to load")
             checkpoint = Checkpoint(tensors, facts["checkpoint"])
-            self._resume_split(facts)  # first: what it refuses leaves the model as it was
+            self._resume_split(facts)  # first: what it rejects leaves the model as it was
             progress = restore(checkpoint, module, optimizer, modules or {})
             if held:
                 self._keep(held[0])
