@@ -99,14 +99,9 @@ def window(size: int, step: int) -> Tensor:
 @cache
 def wavelets(height: int, width: int) -> Tensor:
     """`[SCALES, ANGLES, height, width]`: the spectra of ψ on a periodic grid, in double precision."""
-    spectra = torch.stack(
-        [
-            torch.stack(
-                [torch.fft.fft2(morlet(height, width, 2**j, math.pi * k / ANGLES)) for k in range(ANGLES)]
-            )
-            for j in range(SCALES)
-        ]
-    )
+    shapes = [(2**j, math.pi * k / ANGLES) for j in range(SCALES) for k in range(ANGLES)]
+    grids = [torch.fft.fft2(morlet(height, width, scale, angle)) for scale, angle in shapes]
+    spectra = torch.stack(grids).view(SCALES, ANGLES, height, width)
     # A real image sees k and −k together, each with half.
     energy = spectra.abs().square().sum((0, 1))
     energy = (energy + torch.roll(energy.flip(0, 1), (1, 1), (0, 1))) / 2
