@@ -38,15 +38,9 @@ class ShapedGReDP(Mechanism):
         return {**super().options(), **asdict(Shaping())}
 
     @classmethod
-    def build(
-        cls,
-        shaping: Shaping | None = None,
-        clipping: Clipping = "flat",
-        correlation_bands: int = 1,
-        **of_shaping: Any,
-    ) -> Mechanism:
-        shaping = replace(shaping or Shaping(), **of_shaping)
-        return cls(shaping, clipping, correlation_bands=correlation_bands)
+    def build(cls, **options: Any) -> Mechanism:
+        of_shaping = {name: options.pop(name) for name in asdict(Shaping()) if name in options}
+        return cls(replace(options.pop("shaping", None) or Shaping(), **of_shaping), **options)
 
     def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
         return replace(plan, shaping=self.shaping, energy_std=self.shaping.energy_noise * sigma)
