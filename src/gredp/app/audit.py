@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from gredp.privacy.accountant import check_delta, round_up
 
 if TYPE_CHECKING:
     from gredp.app.audit_cases import Case
+    from gredp.audit.game import Tick
 
 REFUTED, UNEXPECTED = 3, 1
 MEANING = """\
@@ -108,10 +109,9 @@ def run_audit(settings: AuditSettings) -> int:
 
 
 Row = dict[str, Any]
-Progress = Callable[[str, int], None]
 
 
-def _play(settings: AuditSettings, progress: Progress) -> tuple[list[Row], int]:
+def _play(settings: AuditSettings, progress: "Tick") -> tuple[list[Row], int]:
     from gredp.app.audit_cases import CASES, run_all, run_case
     from gredp.audit.examples import BROKEN, self_test
 
@@ -134,7 +134,7 @@ def _play(settings: AuditSettings, progress: Progress) -> tuple[list[Row], int]:
     return [row], REFUTED if row["refuted"] else 0
 
 
-def _play_target(settings: AuditSettings, progress: Progress) -> Row:
+def _play_target(settings: AuditSettings, progress: "Tick") -> Row:
     from gredp.app.audit_cases import PLAYS
     from gredp.audit.bounds import Claim
     from gredp.audit.game import audit
@@ -200,7 +200,7 @@ def _read_record(run: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Progress]:
+def _progress(quiet: bool) -> "Iterator[Tick]":
     from rich.progress import MofNCompleteColumn
 
     from gredp.app.console import progress_bar

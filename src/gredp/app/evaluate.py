@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gredp.app.blueprint import MODEL, read_model
 from gredp.app.data import Splits
-from gredp.app.data.datasets import Stored
+from gredp.app.data.datasets import OnDiskArray
 from gredp.app.dataset import centered, unchanged
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: nn.Module, x: "Tensor | Stored", y: Tensor, prepare: Callable[[Tensor], Tensor] = unchanged
+    model: nn.Module, x: "Tensor | OnDiskArray", y: Tensor, prepare: Callable[[Tensor], Tensor] = unchanged
 ) -> tuple[float, float]:
     """Share of records that it gets right, and its mean cross-entropy."""
     model.eval()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gredp.audit.bounds import Claim, Floats
-from gredp.audit.game import Mechanism, audit
+from gredp.audit.game import AuditedStep, audit
 from gredp.privacy.ledger import Entry
 
 Verdict = str | None
@@ -95,14 +95,14 @@ class Effort:
     seed: int | None = None
 
 
-def step_game(effort: Effort, step: Mechanism, sigma: float, others: int = 3) -> Verdict:
+def step_game(effort: Effort, step: AuditedStep, sigma: float, others: int = 3) -> Verdict:
     """The game against a step written from scratch, held to one Gaussian mechanism with multiplier σ."""
     claim = Claim((Entry(sigma, 1.0, 1),))
     return verdict(effort, step, ((8,),), claim, ("sinusoid", "quietest", "random"), others)
 
 
 def verdict(
-    effort: Effort, step: Mechanism, grids: Any, claim: Claim, only: Sequence[str], others: int
+    effort: Effort, step: AuditedStep, grids: Any, claim: Claim, only: Sequence[str], others: int
 ) -> Verdict:
     """In two rounds, so that a gross bug is found quickly; each has half of the false-alarm chance."""
     for plays in (effort.plays // 8, effort.plays):

@@ -1,6 +1,6 @@
 """The game: was the canary in the data? Played many times against the same code, then decided.
 
-Each play gives a `Mechanism` the gradients of all records and gets what it releases. Some plays fix
+Each play gives an `AuditedStep` the gradients of all records and gets what it releases. Some plays fix
 directions and thresholds, the others are counted; α is shared out over the directions (Bonferroni).
 """
 
@@ -17,7 +17,7 @@ from gredp.audit.canaries import LENGTH, Grid, directions, quietest
 from gredp.errors import GredpError
 
 #: `[n, d]` gradients of n records (n may be 0) → `[d]` numbers that are released
-Mechanism = Callable[[Floats], Floats]
+AuditedStep = Callable[[Floats], Floats]
 #: called after every play with the direction and the number of plays that there will be
 Tick = Callable[[str, int], None]
 
@@ -83,7 +83,7 @@ class Finding:
 
 
 def audit(
-    mechanism: Mechanism,
+    mechanism: AuditedStep,
     grids: Sequence[Grid],
     claim: Claim,
     *,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp.audit.bounds import Claim, Floats
 from gredp.audit.canaries import Grid
-from gredp.audit.game import Mechanism
+from gredp.audit.game import AuditedStep
 from gredp.engine import PrivacyEngine, Private
 from gredp.errors import GredpError
 from gredp.layers import BlockCirculantLinear, SpectralConv2d
@@ -182,7 +182,7 @@ def _moved(model: nn.Module, optimizer: Any) -> Floats:
     return np.asarray(-moved * optimizer.expected_batch_size)
 
 
-def load_target(name: str) -> Mechanism:
+def load_target(name: str) -> AuditedStep:
     """A user's `module:function`, found as Python finds modules, the current folder included."""
     if not all(name.partition(":")):
         raise GredpError(f"--target takes module:function, not {name!r}")

@@ -45,7 +45,7 @@ DISTRIBUTIONS: tuple[tuple[str, str, tuple[Grid, ...], tuple[Parts, ...]], ...] 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TheoremCheck:
     """One statement of the paper, what was measured, what holds instead, and how it came out.
 
     `as_certified` says whether the measurement agrees with docs/theory.md, which our certificates rest on.
@@ -61,7 +61,7 @@ class Verdict:
 
 def check_theorems(
     trials: int = 4000, secret: Secret | None = None, *, plays: int = 3000, level: float = 0.01
-) -> list[Verdict]:
+) -> list[TheoremCheck]:
     """Every numbered statement of the paper. A true one is called false with probability at most `level`.
 
     `trials` draws of noise for each grid; `plays` of each game and world.
@@ -180,28 +180,28 @@ def _row(grid: Grid, parts: Parts, noise: Floats, level: float) -> dict[str, Any
     }
 
 
-def _distribution(name: str, says: str, measured: dict[str, Any], level: float) -> Verdict:
+def _distribution(name: str, says: str, measured: dict[str, Any], level: float) -> TheoremCheck:
     """Holds if ½S²σ²·I is not refuted; with exceptions if single coordinates mostly have that variance."""
     rows = measured["rows"]
     certified = all(row["p_certified"] >= level for row in rows)
     wrong = [row["coordinates_refuted"] for row in rows]
     if not any(wrong) and all(row["p_white"] >= level for row in rows):
-        return Verdict(name, says, measured, "as stated", "holds", certified)
+        return TheoremCheck(name, says, measured, "as stated", "holds", certified)
     if any(len(w) >= math.prod(row["grid"]) / 2 for w, row in zip(wrong, rows)):
         text = "most coordinates have another variance"
-        return Verdict(name, says, measured, text, "refuted", certified)
+        return TheoremCheck(name, says, measured, text, "refuted", certified)
     which = "those" if wrong == [row["own_mirrors"] for row in rows] else "some, not just those"
     text = (
         f"for single coordinates but {which} that are their own mirror image, where it is a²S²σ²; "
         "jointly it is a²S²σ² on even and b²S²σ² on odd vectors"
     )
-    return Verdict(name, says, measured, text, "holds with exceptions", certified)
+    return TheoremCheck(name, says, measured, text, "holds with exceptions", certified)
 
 
 # ------------------------------------------------------------------ ε as a claim
 
 
-def _theorem3(plays: int, level: float, target: float = 1.0, delta: float = 1e-5) -> Verdict:
+def _theorem3(plays: int, level: float, target: float = 1.0, delta: float = 1e-5) -> TheoremCheck:
     """At ε = 1, the largest for which the classical Gaussian mechanism is proven.
 
     That formula is loose: with equal parts the true ε is 1.098 there, so near the claim that 3,000 plays may
@@ -227,7 +227,7 @@ def _theorem3(plays: int, level: float, target: float = 1.0, delta: float = 1e-5
     )
 
 
-def _corollary2(plays: int, level: float, delta: float = 1e-5) -> Verdict:
+def _corollary2(plays: int, level: float, delta: float = 1e-5) -> TheoremCheck:
     """Four steps at σ = 1 on every record, played as whole runs.
 
     The order α is free in Corollary 2, and at its smallest the bound does not grow with the steps; the
@@ -263,11 +263,11 @@ def _against(claimed: float, lower: float, proven: float) -> dict[str, Any]:
     }
 
 
-def _privacy(name: str, says: str, measured: dict[str, Any], holds: str) -> Verdict:
+def _privacy(name: str, says: str, measured: dict[str, Any], holds: str) -> TheoremCheck:
     """Refuted if the attack passes a claimed ε in any reading; it must never pass a proven one."""
     rows = measured["rows"]
     refuted = any(row["refuted"] for row in rows)
     certified = all(row["audited_epsilon_lower"] <= row["proven_epsilon"] for row in rows)
     if refuted:
-        return Verdict(name, says, measured, holds, "refuted", certified)
-    return Verdict(name, says, measured, "not refuted", "holds", certified)
+        return TheoremCheck(name, says, measured, holds, "refuted", certified)
+    return TheoremCheck(name, says, measured, "not refuted", "holds", certified)

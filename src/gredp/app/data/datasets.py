@@ -43,9 +43,9 @@ class Splits:
 
     name: str
     classes: int
-    x_train: "Tensor | Stored"
+    x_train: "Tensor | OnDiskArray"
     y_train: Tensor
-    x_test: "Tensor | Stored"
+    x_test: "Tensor | OnDiskArray"
     y_test: Tensor
     #: names of the classes, by number
     labels: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Splits:
         return tuple(self.x_train.shape[1:])
 
 
-class Stored:
+class OnDiskArray:
     """Records in a file, not in memory: those indexed by a list become a tensor, and are not kept."""
 
     def __init__(self, array: np.ndarray, tensor: Callable[[np.ndarray], Tensor]) -> None:
@@ -80,9 +80,9 @@ class Stored:
     def __getitem__(self, indices: list[int]) -> Tensor:
         return self._tensor(self._array[np.asarray(indices, dtype=np.int64)])
 
-    def part(self, start: int, stop: int) -> "Stored":
+    def part(self, start: int, stop: int) -> "OnDiskArray":
         """Records `start` to `stop`, still not in memory."""
-        return Stored(self._array[start:stop], self._tensor)
+        return OnDiskArray(self._array[start:stop], self._tensor)
 
 
 def data_folder(given: str | None = None) -> Path:
@@ -143,7 +143,7 @@ def load(
     if x.shape[1:] != x_test.shape[1:]:
         shapes = " and ".join(str(tuple(s[i] for i in (3, 1, 2))) for s in (x.shape, x_test.shape))
         raise GredpError(f"{path}: training and test images differ in shape: {shapes}")
-    x_train = Stored(x, pixels) if mapped else pixels(x)
+    x_train = OnDiskArray(x, pixels) if mapped else pixels(x)
     return Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test)
 
 
@@ -157,8 +157,8 @@ def hold_out(data: Splits, count: int) -> Splits:
         raise GredpError(f"cannot hold out {count} of {len(data.y_train)} training records")
     x, y, border = data.x_train, data.y_train, len(data.y_train) - count
     if isinstance(x, Tensor):
-        rest: Tensor | Stored = x[:border]
-        held: Tensor | Stored = x[border:]
+        rest: Tensor | OnDiskArray = x[:border]
+        held: Tensor | OnDiskArray = x[border:]
     else:
         rest, held = x.part(0, border), x.part(border, len(y))
     seen = len(y[border:].unique())

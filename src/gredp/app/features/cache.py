@@ -25,7 +25,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from gredp.app.data import Splits
-from gredp.app.data.datasets import SPLITS, Stored, data_folder, is_classed, location
+from gredp.app.data.datasets import SPLITS, OnDiskArray, data_folder, is_classed, location
 from gredp.errors import GredpError
 from gredp.storage.files import cannot, one_line, sync_folder
 
@@ -80,9 +80,8 @@ def extract_cached(
         raise cannot(target, "used for features", error) from None
     except ValueError as error:
         raise GredpError(f"{target} is damaged ({one_line(error)}): remove it to compute it anew") from None
-    return replace(
-        data, x_train=Stored(x_train, _floats), x_test=Stored(x_test, _floats), pixels=data.input_shape
-    )
+    train, test = (OnDiskArray(features, _floats) for features in (x_train, x_test))
+    return replace(data, x_train=train, x_test=test, pixels=data.input_shape)
 
 
 def _floats(features: np.ndarray) -> Tensor:
@@ -108,7 +107,7 @@ def _stamp(file: Path, name: str) -> list[str | int]:
     return [name, status.st_size, status.st_mtime_ns]
 
 
-def _images(data: Splits) -> dict[str, "Tensor | Stored"]:
+def _images(data: Splits) -> dict[str, "Tensor | OnDiskArray"]:
     return {"x_train": data.x_train, "x_test": data.x_test}
 
 
@@ -128,7 +127,7 @@ def _compute(extractor: FeatureExtractor, data: Splits, target: Path) -> None:
         raise
 
 
-def _write(extractor: FeatureExtractor, images: "Tensor | Stored", path: Path, what: str) -> None:
+def _write(extractor: FeatureExtractor, images: "Tensor | OnDiskArray", path: Path, what: str) -> None:
     """By plain writes: a full disk under a mapped file would end the process."""
     count, console = len(images), Console(stderr=True)
     shown: Any = {"console": console, "transient": True, "disable": not console.is_terminal}

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from gredp.app.data.datasets import Stored
+from gredp.app.data.datasets import OnDiskArray
 from gredp.distributed import all_reduce_sum, begin, broadcast, finish, rank, world_size
 from gredp.engine import PrivacyEngine
 from gredp.gradient.noise import SecretSource
@@ -71,7 +71,7 @@ def contributions(x: Tensor) -> Tensor:
     return v / excess.clamp(min=1)
 
 
-def release(engine: PrivacyEngine, x: "Tensor | Stored", query: Certificate) -> Tensor:
+def release(engine: PrivacyEngine, x: "Tensor | OnDiskArray", query: Certificate) -> Tensor:
     """`[2C]`: the noisy sum over all records `[n, C, H, W]`, charged to the engine; before `make_private`.
 
     `query` is `certificate(C, z)`. Of several processes each adds up the records that are its own, and the
