@@ -16,7 +16,7 @@ def test_kernels_have_mean_zero_and_norm_one_and_the_scale_of_the_weights_does_n
     torch.manual_seed(0)
     layer, x = WSConv2d(3, 5, 3, padding=1), torch.randn(2, 3, 6, 6)
     units, _ = layer.standardized()
-    with pytest.warns(DeprecationWarning, match="now standardized"):
+    with pytest.warns(DeprecationWarning, match="use standardized"):
         assert torch.equal(layer.standardised()[0], units)
     torch.testing.assert_close(units.mean(1), torch.zeros(5), atol=1e-6, rtol=0)
     torch.testing.assert_close(units.norm(dim=1), torch.ones(5), atol=1e-4, rtol=0)
