@@ -582,4 +582,4 @@ def test_a_process_that_leaves_is_noticed_in_one_line():
             return ""
         return refusal(lambda: reject_differences({}))
 
-    assert "lost contact with the others" in in_world(2, attempt)[0]
+    assert "lost contact with others" in in_world(2, attempt)[0]

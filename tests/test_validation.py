@@ -811,7 +811,7 @@ def test_what_was_certified_cannot_be_assigned(name):
     ("criterion", "words"),
     [
         (nn.CrossEntropyLoss(reduction="sum"), "takes a sum, but loss_reduction is 'mean'"),
-        (nn.CrossEntropyLoss(weight=torch.ones(2)), "couples records"),
+        (nn.CrossEntropyLoss(weight=torch.ones(2)), "couple records"),
     ],
 )
 def test_a_criterion_that_couples_records_is_refused(criterion, words):

@@ -82,9 +82,7 @@ def _contact() -> Iterator[None]:
         yield
     except RuntimeError as error:
         who = f"process {dist.get_rank()} of {dist.get_world_size()}"
-        raise OutOfStep(
-            f"{who} lost contact with the others ({_first_line(error)}): all must start again"
-        ) from None
+        raise OutOfStep(f"{who} lost contact with others ({_first_line(error)}): restart all") from None
 
 
 def _first_line(error: Exception) -> str:

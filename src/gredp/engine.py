@@ -65,10 +65,9 @@ class PrivacyEngine(Resumable):
     def __init__(
         self, *, accountant: str = "pld", secure_mode: bool = False, secret: Secret | None = None
     ) -> None:
-        name: Any = "pld" if accountant == "prv" else accountant
         self.secure_mode = secure_mode
         super().__init__(secret or Secret())
-        self.accountant = Accountant(self.ledger, name)
+        self.accountant = Accountant(self.ledger, "pld" if accountant == "prv" else accountant)
         #: the requested δ
         self.target_delta: float | None = None
         #: the requested multiplier: z, or the paper's σ under its claim

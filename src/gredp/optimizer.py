@@ -217,9 +217,7 @@ class PrivateOptimizer(Optimizer):
             ours = self._parameters.get(name) is parameter
             if not ours and (parameter.requires_grad or parameter.grad is not None):
                 came = "was unfrozen" if name in self._frozen else "was added"
-                raise GredpError(
-                    f"parameter {name} {came} after make_private, uncertified: change the model first"
-                )
+                raise GredpError(f"parameter {name} {came} after make_private: change the model before that")
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter not in self._owned:
                 what = f"a parameter of shape {tuple(parameter.shape)}"

@@ -42,7 +42,7 @@ def check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool
         raise GredpError("poisson_sampling=False is not supported: ε holds for Poisson batches only")
     if mode == "ghost_fsdp":
         raise GredpError(
-            "grad_sample_mode 'ghost_fsdp' is not supported: use 'ghost' under torchrun, unsharded"
+            "grad_sample_mode 'ghost_fsdp' is not supported: use 'ghost' with torchrun, unsharded"
         )
     if mode not in GRAD_SAMPLE_MODES:
         raise GredpError(f"unknown grad_sample_mode {mode!r}: {', '.join(GRAD_SAMPLE_MODES)} mean the same")
@@ -54,9 +54,7 @@ def check_criterion(criterion: Any, loss_reduction: str) -> None:
         raise GredpError(f"the criterion takes a {reduction}, but loss_reduction is {loss_reduction!r}")
     weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
     if weighted and reduction == "mean":
-        raise GredpError(
-            "mean over class weights couples records: weigh each record's loss, then take the mean"
-        )
+        raise GredpError("class weights in a mean couple records: weigh each record's loss, then average")
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:

@@ -80,9 +80,7 @@ class PrivacyCallback(Callback):  # type: ignore[misc]  # untyped here, see pypr
         (optimizer,) = trainer.optimizers  # Lightning refuses more, since optimization is automatic
         self.optimizer = self.budget.spend(pl_module, optimizer, loader, planned(trainer))
         if self.budget.charged and trainer.lr_scheduler_configs:
-            raise GredpError(
-                "a run with learning rate schedulers cannot be resumed: their state is not saved"
-            )
+            raise GredpError("a run with learning rate schedulers cannot be resumed: their state is lost")
         trainer.optimizers = [self.optimizer]
         pl_module.training_step = self._private_step(pl_module.training_step)
 

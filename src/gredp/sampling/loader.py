@@ -58,9 +58,7 @@ def poisson_loader(
     batch_size, order = loader.batch_size, cast(Sized, loader.sampler)
     records, kind = len(cast(Sized, loader.dataset)), type(order)
     if issubclass(kind, DistributedSampler):
-        raise GredpError(
-            "give all records without a DistributedSampler: processes share each batch themselves"
-        )
+        raise GredpError("give all records without a DistributedSampler: processes share batches themselves")
     if not issubclass(kind, SequentialSampler | RandomSampler) or len(order) != records:
         what = f"Poisson batches from all {records} records would replace the {kind.__name__}"
         raise GredpError(f"{what}: to train on some, use torch.utils.data.Subset")

@@ -107,7 +107,7 @@ def restore(
         if now[key] != then.get(key):
             was, now_is = (f" ({json.dumps(x)})" if key != "plan" else "" for x in (then.get(key), now[key]))
             raise GredpError(
-                f"the run began with another {key}{was} than now{now_is}: to change it, fork the run"
+                f"the run began with another {key}{was} than now{now_is}: fork it to change that"
             )
     try:
         groups, loaded = tensor_groups(checkpoint), {"model": module, **modules}
