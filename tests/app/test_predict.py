@@ -175,7 +175,7 @@ def test_larger_images_are_scaled_to_those_of_the_run(of_images, tmp_path):
     [
         ("nowhere", "is not there"),
         ("empty", "holds no image"),
-        (np.zeros((3, 5, 5), np.uint8), r"not \[n, 12, 12, 1\]"),
+        (np.zeros((3, 12, 12, 3), np.uint8), r"not \[n, height, width, 1\]"),
         (np.full((3, 12, 12), 200.0), "divide bytes by 255"),
     ],
 )

@@ -100,8 +100,11 @@ def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
         ("δ × records", delta_times(guarantee.delta, record["data"]["records"])),
         ("run", str(run.folder)),
     ]
+    held = record["data"]["test_records"]
     if report is not None:
         rows.append(("report", str(report)))
+    if settings.get("holdout") or settings.get("validation"):
+        rows.insert(1, ("not covered by ε", f"that accuracy: its {held} records were held out of yours"))
     if record["insecure"]:
         rows.insert(0, ("INSECURE", "ε gives no protection against anyone who knows --insecure-seed"))
     if "tuning" in record:

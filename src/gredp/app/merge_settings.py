@@ -3,11 +3,11 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tyro
 
+from gredp.app.defaults import own_defaults
 from gredp.app.recipe import Recipe
 from gredp.app.settings import RENAMED, TrainSettings, option, saved_settings
 from gredp.errors import GredpError
@@ -44,30 +44,8 @@ def resolved(kind: type[Settings], command: str, arguments: Sequence[str]) -> Se
     if settings.recipe is not None:
         recipe = Recipe(settings.recipe)
         return parse(recipe.at(parse(recipe.common()).epsilon))
-    if Path(settings.dataset).suffix == ".csv":
-        return parse(replace(TrainSettings(), **table_defaults(settings)))
-    return settings
-
-
-def table_defaults(settings: TrainSettings) -> dict[str, Any]:
-    """Batches of a fifth of the rows, and settings that did well on public tables (docs/results.md).
-
-    The number of rows is not secret here, as it is not in `--batch-size`.
-    """
-    share = settings.holdout or 0.0
-    try:
-        with open(settings.dataset, "rb") as file:
-            rows = sum(1 for line in file if line.strip()) - 1
-    except OSError:
-        return {}  # reading the table gives the better message
-    if not 0 <= share < 1:
-        return {}  # rejected with all other settings
-    return {
-        "batch_size": max(1, int(rows * (1 - share) / 5)),
-        "epochs": 10,
-        "lr": 0.3,
-        "clipping": "automatic",
-    }
+    chosen = own_defaults(settings, named(arguments))
+    return parse(replace(TrainSettings(), **chosen)) if chosen else settings
 
 
 def named(arguments: Sequence[str]) -> set[str]:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gredp.app.blueprint import MODEL, Blueprint, read_model
-from gredp.app.data.datasets import pixels
-from gredp.app.data.images import ENDINGS, read_scaled
+from gredp.app.data.datasets import pixels, scaled
+from gredp.app.data.images import read_scaled
+from gredp.app.data.layout import ENDINGS
 from gredp.app.data.tables import Schema, column_parts, encode_inputs
 from gredp.app.dataset import centered
 from gredp.errors import GredpError
@@ -133,14 +134,14 @@ def _array(path: Path) -> NDArray[Any]:
 def _arrays(x: NDArray[Any], shape: tuple[int, int, int]) -> Iterator[Batch]:
     x = x[..., None] if x.ndim == 3 else x
     channels, height, width = shape
-    if x.ndim != 4 or x.shape[1:] != (height, width, channels) or x.dtype.kind not in "uf":
-        wanted = f"[n, {height}, {width}, {channels}]"
+    if x.ndim != 4 or x.shape[3] != channels or not (x.dtype == np.uint8 or x.dtype.kind == "f"):
+        wanted = f"[n, height, width, {channels}]"
         raise GredpError(f"the array has shape {x.shape} of {x.dtype}, not {wanted} of uint8 or floats")
     for start in range(0, len(x), BATCH):
         part = np.array(x[start : start + BATCH])  # a copy: a mapped file is not writable
         if part.dtype.kind == "f" and not (np.isfinite(part).all() and part.max(initial=0) <= 64):
             raise GredpError("the array's floats must be finite and in [0, 1]: divide bytes by 255")
-        yield [str(start + i + 1) for i in range(len(part))], pixels(part)
+        yield [str(start + i + 1) for i in range(len(part))], scaled(pixels(part), (height, width))
 
 
 def _rows(inputs: Any, schema: Schema) -> Iterator[Batch]:

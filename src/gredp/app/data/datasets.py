@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gredp.app.data.layout import is_classed
 from gredp.app.known_data import ARRAYS, EMBEDDED, KNOWN
 from gredp.errors import GredpError
 from gredp.storage.files import one_line
@@ -25,8 +27,6 @@ from gredp.storage.files import one_line
 if TYPE_CHECKING:
     from gredp.app.data.tables import Schema
 
-#: folders of a dataset of images in class folders
-SPLITS = ("train", "test")
 LARGEST_FILE = 8 << 30
 #: floats are meant to lie in [0, 1] or to be standardized; beyond this they are bytes that nobody scaled
 LARGEST_FLOAT = 64
@@ -80,6 +80,10 @@ class OnDiskArray:
     def __getitem__(self, indices: list[int]) -> Tensor:
         return self._tensor(self._array[np.asarray(indices, dtype=np.int64)])
 
+    def then(self, change: Callable[[Tensor], Tensor]) -> "OnDiskArray":
+        """The same records, each changed as it is read."""
+        return OnDiskArray(self._array, lambda part: change(self._tensor(part)))
+
     def part(self, start: int, stop: int) -> "OnDiskArray":
         """Records `start` to `stop`, still not in memory."""
         return OnDiskArray(self._array[start:stop], self._tensor)
@@ -97,11 +101,6 @@ def location(name: str, folder: str | None = None) -> Path | None:
     return data_folder(folder) / f"{name}.npz" if name in KNOWN else Path(name)
 
 
-def is_classed(path: Path) -> bool:
-    """Whether it is a folder of images in class folders."""
-    return any((path / split).is_dir() for split in SPLITS)
-
-
 def load(
     name: str, folder: str | None = None, holdout: float | None = None, image_size: int | None = None
 ) -> Splits:
@@ -114,12 +113,12 @@ def load(
     own = path is not None and name not in KNOWN
     classed = own and is_classed(Path(name))
     table = own and Path(name).suffix == ".csv"
-    if image_size is not None and not classed:
-        raise GredpError("--image-size is for images in class folders")
+    if image_size is not None and table:
+        raise GredpError("--image-size is for images, not for tables")
     if holdout is not None and not (classed or table):
         raise GredpError("--holdout is for class folders and tables without a test split of their own")
     if path is None:
-        return _digits()
+        return _scaled(_digits(), image_size)
     if classed or table:
         return _own(path, table, holdout, image_size)
     mapped = path.is_dir()
@@ -144,7 +143,26 @@ def load(
         shapes = " and ".join(str(tuple(s[i] for i in (3, 1, 2))) for s in (x.shape, x_test.shape))
         raise GredpError(f"{path}: training and test images differ in shape: {shapes}")
     x_train = OnDiskArray(x, pixels) if mapped else pixels(x)
-    return Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test)
+    return _scaled(Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test), image_size)
+
+
+def _scaled(data: Splits, size: int | None) -> Splits:
+    """Images of arrays, scaled to size×size; those of class folders are scaled as they are read."""
+    if size is None:
+        return data
+    shape = size, size
+    x_train, x_test = (
+        scaled(x, shape) if isinstance(x, Tensor) else x.then(lambda part: scaled(part, shape))
+        for x in (data.x_train, data.x_test)
+    )
+    return replace(data, x_train=x_train, x_test=x_test)
+
+
+def scaled(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """`[n, channels, height, width]` to another height and width, by weighted means of pixels."""
+    if tuple(x.shape[2:]) == size:
+        return x
+    return F.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
 
 
 def hold_out(data: Splits, count: int) -> Splits:

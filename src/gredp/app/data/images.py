@@ -1,4 +1,4 @@
-"""A user's images in class folders: train/CLASS/*.png or .jpg, test/CLASS/*, all of one size."""
+"""A user's images in class folders, see `layout`; all of one size, or scaled to one."""
 
 import hashlib
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from gredp.app.data.datasets import LARGEST_FILE, SPLITS
+from gredp.app.data.datasets import LARGEST_FILE
+from gredp.app.data.layout import ENDINGS, image_splits
 from gredp.errors import GredpError
 
-ENDINGS = (".png", ".jpg", ".jpeg")
 #: modes of Pillow with 8 bits or fewer for each channel; the first three are gray
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 LARGEST_IMAGE = 1 << 26
@@ -27,14 +27,12 @@ def load_folders(
     to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in
     an order by the hashes of their names, not class by class: the last ones may be held out.
     """
-    splits = [split for split in SPLITS if (path / split).is_dir()]
-    if splits[:1] != ["train"]:
-        raise GredpError(f"{path / 'train'} is not there: images lie in train/CLASS and test/CLASS")
-    names = _classes(path / splits[-1])
-    files = {split: [_images(path, path / split / name) for name in names] for split in splits}
-    extra = sorted(set(_classes(path / "train")) - set(names))
+    splits = image_splits(path)
+    names = _classes(splits[-1])
+    files = {split: [_images(path, split / name) for name in names] for split in splits}
+    extra = sorted(set(_classes(splits[0])) - set(names))
     if extra:
-        raise GredpError(f"{path / 'train' / extra[0]}: there is no such class in {path / splits[-1]}")
+        raise GredpError(f"{splits[0] / extra[0]}: there is no such class in {splits[-1]}")
     first = files[splits[-1]]
     gray = all(_read(file).mode in MODES[:3] for group in first for file in group)
     shape = (size, size) if size is not None else _read(first[0][0]).size[::-1]

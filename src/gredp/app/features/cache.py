@@ -25,7 +25,8 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from gredp.app.data import Splits
-from gredp.app.data.datasets import SPLITS, OnDiskArray, data_folder, is_classed, location
+from gredp.app.data.datasets import OnDiskArray, data_folder, location
+from gredp.app.data.layout import is_classed
 from gredp.errors import GredpError
 from gredp.storage.files import cannot, one_line, sync_folder
 
@@ -95,7 +96,7 @@ def _key(extractor: FeatureExtractor, data: Splits, path: Path | None, *options:
     shapes = [list(images.shape) for images in _images(data).values()]
     facts = [VERSION, extractor.identity(), data.name, stamps, shapes]
     if path is not None and is_classed(path):
-        found = sorted(file for split in SPLITS for file in (path / split).glob("*/[!.]*"))
+        found = sorted(file for file in path.rglob("[!.]*") if file.is_file())
         stamps += [_stamp(file, str(file.relative_to(path))) for file in found]
         facts += [str(path.resolve()), *options]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,129 @@
+"""Settings that `gredp train` chooses for a user's own data, where no option says otherwise. No torch.
+
+They depend on public facts alone: the kind of data, the size of the images, how many records there are. No
+record is looked at, except for the size and color of one image.
+"""
+
+import math
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gredp.app.data.layout import image_splits, is_classed, is_image
+from gredp.app.known_data import KNOWN
+from gredp.app.settings import FOR_FEATURES, TrainSettings
+from gredp.errors import GredpError
+
+#: share of the records that is held out where there is no test split
+HOLDOUT = 0.2
+#: larger images are scaled down to this height and width, smaller ones than the second up
+LARGEST, SMALLEST = 32, 8
+#: records in a batch: all of them, up to this many
+FULL_BATCH = 8192
+#: learning rate times √features, for features of deviation 1 and gradients of norm 1
+REACH = 9.0
+#: options that choose another network or other features than the defaults are for
+OTHER_NETWORKS = {"augment", "noise_schedule"}
+
+
+def own_defaults(settings: TrainSettings, named: Collection[str]) -> dict[str, Any]:
+    """The defaults for the user's own data at `settings.dataset`; `named` are the options on the command line.
+
+    | data | what is chosen |
+    |---|---|
+    | a table | a small network on the columns; batches of a fifth of the rows, 10 epochs, automatic clipping |
+    | images | scaled to at most 32×32; scattering features, channels normalized with 2 % of the budget; a linear classifier; 30 steps on all records, or 30 epochs of batches of 8,192; automatic clipping |
+    | no test split | a fifth of the records is held out |
+    """  # noqa: E501
+    path = Path(settings.dataset)
+    if settings.dataset in KNOWN or (settings.holdout is not None and not 0 < settings.holdout < 1):
+        return {}
+    try:
+        if path.suffix == ".csv":
+            return _table(path, settings.holdout)
+        if is_classed(path) or path.suffix == ".npz" or path.is_dir():
+            return _images(path, settings, named)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        pass  # reading the data gives the better message
+    return {}
+
+
+def _table(path: Path, holdout: float | None) -> dict[str, Any]:
+    from gredp.app.data.tables import read_schema
+
+    with path.open("rb") as file:
+        rows = sum(1 for line in file if line.strip()) - 1
+    share = {} if holdout is not None or read_schema(path).test is not None else {"holdout": HOLDOUT}
+    training = rows * (1 - share.get("holdout", holdout or 0.0))
+    return share | {
+        "batch_size": max(1, int(training / 5)),
+        "epochs": 10,
+        "lr": 0.3,
+        "clipping": "automatic",
+    }
+
+
+def _images(path: Path, settings: TrainSettings, named: Collection[str]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    if is_classed(path):
+        splits = image_splits(path)
+        records, shape = _of_folders(splits)
+        if len(splits) == 1:
+            chosen["holdout"] = settings.holdout or HOLDOUT
+            records = int(records * (1 - chosen["holdout"]))
+    else:
+        records, shape = _of_arrays(path)
+    channels, *sides = shape
+    size = settings.image_size or max(SMALLEST, min(LARGEST, max(sides)))
+    if is_classed(path) or sides != [size, size]:
+        chosen["image_size"] = size
+    other = settings.model not in (None, *FOR_FEATURES, "mirror-linear") or bool(OTHER_NETWORKS & set(named))
+    if other or ("features" in named and settings.features == "none"):
+        return chosen
+    features = 81 * channels * (size // 4) ** 2
+    if settings.pretrained is None:
+        chosen["features"] = "scattering"
+    else:
+        features = 512 * 3 * 3
+    if settings.claim == "proven":
+        chosen["normalize"] = 0.02
+    return chosen | {
+        "model": "linear",
+        "method": "dpsgd",
+        "batch_size": max(1, min(FULL_BATCH, records)),
+        "epochs": 30,
+        "clipping": "automatic",
+        "lr": round(REACH / math.sqrt(features), 4),
+    }
+
+
+def _of_folders(splits: list[Path]) -> tuple[int, tuple[int, int, int]]:
+    """How many training images there are; channels, height and width of one, a test image if possible."""
+    from PIL import Image
+
+    records = sum(1 for file in splits[0].glob("*/*") if is_image(file))
+    first = min(file for file in splits[-1].glob("*/*") if is_image(file))
+    with Image.open(first) as image:
+        width, height = image.size
+        return records, (1 if image.mode in ("1", "L", "LA") else 3, height, width)
+
+
+def _of_arrays(path: Path) -> tuple[int, tuple[int, int, int]]:
+    """The same of an archive or a folder of arrays, from the header of the file alone."""
+    if path.is_dir():
+        shape = np.load(path / "x_train.npy", mmap_mode="r", allow_pickle=False).shape
+    else:
+        with zipfile.ZipFile(path) as archive, archive.open("x_train.npy") as file:
+            version = np.lib.format.read_magic(file)
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            shape = read(file)[0]
+    if len(shape) not in (3, 4):
+        raise GredpError(f"{path}: images have shape {shape}")
+    return shape[0], (shape[3] if len(shape) == 4 else 1, shape[1], shape[2])
