@@ -219,8 +219,8 @@ def image(value, kind=np.float32):
         ({"x_test": image(1e39, np.float64)[:10]}, "record 4 holds values that are not finite\n"),
         ({"x_train": image(255)}, "record 4 holds floats above 64, as if they were bytes"),
         (
-            {"x_train": np.zeros((40, 7, 9), np.uint8), "x_test": np.zeros((10, 7, 9), np.uint8)},
-            "model3 needs images of at least 8×8, not 7×9",
+            {"x_train": np.zeros((40, 7, 9, 2), np.uint8), "x_test": np.zeros((10, 7, 9, 2), np.uint8)},
+            "images have shape (10, 7, 9, 2), not [n, height, width]",
         ),
         ({"x_train": np.zeros((40, 3, 8, 8), np.uint8)}, "shape (40, 3, 8, 8)"),
         ({"x_train": np.zeros((40, 64), np.uint8)}, "shape (40, 64)"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gredp.app.data.layout import image_splits, is_classed, is_image
+from gredp.app.image_folders import image_splits, is_classed, is_image
 from gredp.app.known_data import KNOWN
 from gredp.app.settings import FOR_FEATURES, TrainSettings
 from gredp.errors import GredpError

@@ -13,9 +13,9 @@ from torch import Tensor
 from gredp.app.blueprint import MODEL, Blueprint, read_model
 from gredp.app.data.datasets import pixels, scaled
 from gredp.app.data.images import read_scaled
-from gredp.app.data.layout import ENDINGS
 from gredp.app.data.tables import Schema, column_parts, encode_inputs
 from gredp.app.dataset import centered
+from gredp.app.image_folders import ENDINGS
 from gredp.errors import GredpError
 from gredp.guarantee import Guarantee
 from gredp.storage.files import one_line

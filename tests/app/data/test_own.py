@@ -164,7 +164,8 @@ def test_bad_schemas_are_refused(tmp_path, capsys, old, new, words):
 
 def test_a_table_needs_a_schema_and_a_test_split(tmp_path, capsys):
     path = table(tmp_path)
-    assert "or keep a share apart with --holdout" in refused(capsys, "--dataset", str(path))
+    with pytest.raises(GredpError, match="or keep a share apart with --holdout"):
+        load(str(path))
     (tmp_path / "test.csv").write_text(ROWS)
     path = table(tmp_path, schema='test = "test.csv"\n' + SCHEMA)
     assert "give no --holdout" in refused(capsys, "--dataset", str(path), "--holdout", "0.2")
@@ -409,12 +410,24 @@ def _bad(root: Path, kind: str) -> None:
         (root / "train" / "cow").mkdir()
     elif kind == "one class":
         for split in ("train", "test"):
-            (root / split / "dog").rename(root / f"{split}-dog")
+            shutil.rmtree(root / split / "dog")
     elif kind == "gone":
-        (root / "train" / "dog").rename(root / "dog")
+        shutil.rmtree(root / "train" / "dog")
         (root / "train" / "cow").mkdir()
     elif kind == "no train":
         (root / "train").rename(root / "tests")
+    elif kind == "beside":
+        (root / "cow").mkdir()
+    elif kind == "mixed":
+        (root / "notes.txt").touch()
+    elif kind == "flat":
+        for file in sorted(root.glob("*/cat/*")):
+            file.rename(root / file.name)
+        shutil.rmtree(root / "train")
+        shutil.rmtree(root / "test")
+    elif kind == "nothing":
+        shutil.rmtree(root)
+        root.mkdir()
 
 
 @pytest.mark.fault("bad data")
@@ -433,6 +446,10 @@ def _bad(root: Path, kind: str) -> None:
         ("one class", "holds 1 class folders; there must be at least 2"),
         ("gone", "dog is not there"),
         ("no train", "train is not there"),
+        ("beside", "holds cow beside test, train: images lie in CLASS/*.png"),
+        ("mixed", "holds 2 folders and 1 files, such as notes.txt"),
+        ("flat", "images and no class folder: images lie in CLASS/*.png"),
+        ("nothing", "holds nothing: images lie in CLASS/*.png"),
     ],
 )
 def test_bad_folders_are_refused_in_one_line(tmp_path, capsys, kind, words):

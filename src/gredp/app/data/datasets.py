@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gredp.app.data.layout import is_classed
+from gredp.app.image_folders import is_classed
 from gredp.app.known_data import ARRAYS, EMBEDDED, KNOWN
 from gredp.errors import GredpError
 from gredp.storage.files import one_line

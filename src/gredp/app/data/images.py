@@ -1,4 +1,4 @@
-"""A user's images in class folders, see `layout`; all of one size, or scaled to one."""
+"""A user's images in class folders, see `image_folders`; all of one size, or scaled to one."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from gredp.app.data.datasets import LARGEST_FILE
-from gredp.app.data.layout import ENDINGS, image_splits
+from gredp.app.image_folders import ENDINGS, image_splits
 from gredp.errors import GredpError
 
 #: modes of Pillow with 8 bits or fewer for each channel; the first three are gray

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gredp.app.data import Splits
 from gredp.app.data.datasets import OnDiskArray, data_folder, location
-from gredp.app.data.layout import is_classed
+from gredp.app.image_folders import is_classed
 from gredp.errors import GredpError
 from gredp.storage.files import cannot, one_line, sync_folder
 

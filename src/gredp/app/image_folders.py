@@ -39,6 +39,6 @@ def image_splits(path: Path) -> list[Path]:
         raise GredpError(f"{path / 'train'} is not there: {EXPECTED}")
     if others:
         raise GredpError(
-            f"{path} holds {others[0]} beside {', '.join(set(SPLITS) & set(folders))}: {EXPECTED}"
+            f"{path} holds {others[0]} beside {', '.join(sorted(set(SPLITS) & set(folders)))}: {EXPECTED}"
         )
     return [path / split for split in SPLITS if split in folders]
