@@ -146,7 +146,7 @@ def run(reading: Reading, figure: Figure, epochs: int, seed: int, data_dir: str 
         "seed": seed,
         "accuracy_by_epoch": curve,
         "accuracy": curve[-1],
-        "guarantee": engine.guarantee(DELTA),
+        "guarantee": engine.guarantee(DELTA).to_json(),
         "cpu_seconds": round(time.process_time() - started, 1),
     }
 

@@ -67,6 +67,7 @@ def understood(command: str, whole: bool) -> None:
             tyro.cli(Command, args=words)
             return
         known = {f"--{f.name.replace('_', '-')}" for f in fields(COMMANDS[words[0]])}
+        known |= {"--data"} if "--dataset" in known else set()  # its other name
         unknown = {w.split("=")[0] for w in words if w.startswith("--")} - known
         assert not unknown, f"gredp {words[0]} has no {unknown}"
     elif words[0] == "make":
