@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from gredp import GredpError
 from gredp.app.average import WeightAverage
 from gredp.app.learning_rate import rate_factor
-from gredp.app.settings import TrainSettings
+from gredp.app.settings import TrainSettings, current_names
 from gredp.app.train import train
 from worlds import batches, one_step, weights, world
 
@@ -149,7 +149,6 @@ ALL = {
     "schedule": "cosine",
     "warmup": 3,
     "noise": "shaped",
-    "window": 5,
 }
 
 
@@ -183,3 +182,11 @@ def test_an_adaptive_optimizer_is_recorded_and_changes_the_weights_alone(tmp_pat
     assert told["guarantee"] == by_sgd["guarantee"]
     one, other = (load_file(tmp_path / n / "model.safetensors") for n in (name, "sgd"))
     assert any(not torch.equal(one[key], other[key]) for key in one)
+
+
+def test_settings_of_earlier_versions_are_read(tmp_path):
+    old = {"front": "scattering", "normalise": 0.02, "groups": "both", "window": 50}
+    assert current_names(old) == {"features": "scattering", "normalize": 0.02}
+    assert current_names({"window": 5}) == {
+        "window": 5
+    }  # which no setting is called: rejected where it is read

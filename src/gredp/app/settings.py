@@ -18,7 +18,6 @@ from gredp.app.learning_rate import Schedule
 from gredp.app.trackers import TrackerName, check_trackers
 from gredp.errors import GredpError
 from gredp.mechanisms import ClaimName, MethodName, NoiseName
-from gredp.mechanisms.plan import Groups
 from gredp.mechanisms.registry import find, mechanism, noise_scale
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
@@ -38,6 +37,8 @@ MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_
               "allow_large_delta")  # fmt: skip
 #: names of earlier versions on the command line, in recipes and in files → the names of today
 RENAMED = {"front": "features", "normalise": "normalize"}
+#: settings of earlier versions that are options in Python only, with the values that files may have for them
+RETIRED = {"groups": "both", "window": 50}
 #: what a number must do → the test, and the options that it holds for
 RANGES: dict[str, tuple[Callable[[float], bool], Collection[str]]] = {
     "be a positive number": (
@@ -78,7 +79,8 @@ def check_ranges(settings: object) -> None:
 
 def current_names(values: dict[str, Any]) -> dict[str, Any]:
     """Settings of a file, under the names of today."""
-    return {RENAMED.get(name, name): value for name, value in values.items()}
+    kept = {name: value for name, value in values.items() if (name, value) not in RETIRED.items()}
+    return {RENAMED.get(name, name): value for name, value in kept.items()}
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,6 @@ class NoiseOptions:
     """shaped noise: weights w² ∝ m^(−exponent) from the learned energies m; 0 is white"""
     preconditioner: float = 0.0
     """shaped noise: multiply the update by m^(−preconditioner), and keep its norm"""
-    groups: Groups = "both"
-    """shaped noise: what may differ in weight: layers, frequencies within a layer, or both"""
-    window: int = 50
-    """shaped noise: releases over which the energies are averaged; 0 is all of them"""
 
 
 @dataclass(frozen=True)
