@@ -59,6 +59,7 @@ def reason(command: str) -> str | None:
 def understood(command: str, whole: bool) -> None:
     """Fails unless the real program would take it; a part of a command has known options at least."""
     words = shlex.split(command.replace("…", ""), comments=True)
+    words = words[: words.index(">")] if ">" in words else words
     if "gredp" in words:
         words = words[words.index("gredp") + 1 :]
         if not words or words[0] in ("--version", "--help") or words[0].startswith("--tyro"):

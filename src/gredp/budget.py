@@ -31,7 +31,10 @@ class Sampling:
     def of_epochs(cls, records: int, batch_size: int, epochs: int, bands: int = 1) -> "Sampling":
         """Passes of a loader over `records` with batches of `batch_size` on average."""
         if batch_size > records:
-            raise GredpError(f"the batch size {batch_size} is larger than the dataset of {records} records")
+            raise GredpError(
+                f"the batch size {batch_size} is larger than the dataset of {records} records: "
+                f"take at most {records}"
+            )
         return cls(batch_size / records, epochs * math.ceil(records / batch_size), bands)
 
     @property

@@ -31,7 +31,7 @@ from gredp.storage.files import one_line
 if TYPE_CHECKING:
     from gredp.app.train import Run
 
-DATA_NAMES = f"{', '.join(fetchable())}; for schema, the path of a public .csv"
+DATA_NAMES = f"{', '.join(fetchable())}; for schema, the path of a .csv"
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class LedgerSettings:
 @dataclass(frozen=True)
 class DataSettings:
     """`gredp data get NAME` fetches a known dataset, `gredp data list` verifies those in the data folder,
-    `gredp data schema PUBLIC.csv --label COLUMN` prints the schema of a public table."""
+    `gredp data schema MINE.csv --label COLUMN` prints a schema to fill in, from the header alone."""
 
     action: Annotated[Literal["get", "list", "schema"], tyro.conf.Positional]
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(help=DATA_NAMES)] = None
     label: str | None = None
     """for schema: the column to predict"""
+    public: Flag = False
+    """for schema: the table is public, so read its rows and propose ranges, categories and classes"""
     data_dir: str | None = None
     """where NAME.npz files are; default GREDP_DATA or ~/.cache/gredp/data"""
     json: Flag = False
@@ -127,11 +129,12 @@ def run_data(settings: DataSettings) -> None:
 
     schema = settings.action == "schema"
     if (settings.action == "list") == (settings.name is not None) or (schema and settings.label is None):
-        raise GredpError("usage: gredp data get NAME | list | schema PUBLIC.csv --label COLUMN")
+        raise GredpError("usage: gredp data get NAME | list | schema MINE.csv --label COLUMN [--public]")
     if schema:
-        from gredp.app.data.tables import propose
+        from gredp.app.data.schema_drafts import propose, template
 
-        proposed = propose(Path(settings.name or ""), settings.label or "")
+        draft = propose if settings.public else template
+        proposed = draft(Path(settings.name or ""), settings.label or "")
         print(dumps(tomllib.loads(proposed)) + "\n" if settings.json else proposed, end="")
         return
     from gredp.app.data.fetch import get, listing

@@ -145,7 +145,7 @@ def _arrays(x: NDArray[Any], shape: tuple[int, int, int]) -> Iterator[Batch]:
 
 
 def _rows(inputs: Any, schema: Schema) -> Iterator[Batch]:
-    names = [*schema.numeric, *schema.categorical]
+    names = schema.inputs
     if isinstance(inputs, str | Path):
         parts: Iterable[dict[str, list[str]]] = column_parts(Path(inputs), names, BATCH)
         where = str(inputs)
@@ -163,11 +163,16 @@ def _columns(inputs: Any, names: list[str]) -> dict[str, list[str]]:
     table = inputs if isinstance(inputs, Mapping) or hasattr(inputs, "columns") else None
     try:
         return {
-            name: [str(v).strip() for v in (table[name] if table is not None else [r[name] for r in inputs])]
+            name: [_text(v) for v in (table[name] if table is not None else [r[name] for r in inputs])]
             for name in names
         }
     except (KeyError, TypeError) as error:
         raise GredpError(f"the rows lack a column that the model was trained on: {one_line(error)}") from None
+
+
+def _text(value: Any) -> str:
+    """None is a value that is missing, whatever categories there are."""
+    return "" if value is None else str(value).strip()
 
 
 def write_predictions(predictor: Predictor, inputs: Any, file: Any, progress: Any = None) -> int:

@@ -1,6 +1,7 @@
 """One run of `gredp train`: data, model, engine, epochs, record."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,9 @@ from gredp.storage.record import save as save_record
 if TYPE_CHECKING:
     from gredp.app.console import Bar
 
+#: training records below which noise hides what they have in common, whatever the settings
+FEW = 20
+
 
 @dataclass(frozen=True)
 class Run:
@@ -58,6 +62,12 @@ def train(
         kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
         facts = {"resume": bool(settings.resume), "data": describe_data(records, extractor)}
         reject_differences(kept | facts)
+        if first and settings.private and len(records.x_train) < FEW:
+            warnings.warn(
+                f"{len(records.x_train)} training records are too few for ε = {settings.epsilon:g}: noise "
+                "that hides one of them hides them all; expect the accuracy of chance",
+                stacklevel=2,
+            )
         secret = Secret(settings.insecure_seed)
         engine = PrivacyEngine(accountant=settings.accountant, secure_mode=True, secret=secret)
         try:

@@ -65,7 +65,10 @@ def poisson_loader(
     if records == 0:
         raise GredpError("the dataset is empty: there is nothing to train on")
     if records < batch_size:
-        raise GredpError(f"the batch size {batch_size} is larger than the dataset of {records} records")
+        raise GredpError(
+            f"the batch size {batch_size} is larger than the dataset of {records} records: "
+            f"take at most {records}"
+        )
     if sample_rate is not None and not 0 < sample_rate <= 1:
         raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
     if views > 1:

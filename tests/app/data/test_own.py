@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import tomllib
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,11 @@ from PIL import Image
 from gredp.app.cli import main
 from gredp.app.data import hold_out, load
 from gredp.app.data.holdout import held_out
-from gredp.app.data.tables import encode, propose, read_schema
+from gredp.app.data.schema_drafts import propose, template
+from gredp.app.data.tables import encode, parse_schema, read_schema
+from gredp.app.settings import TrainSettings
 from gredp.app.signals import Stopped
+from gredp.app.train import train
 from gredp.errors import GredpError
 
 RNG = np.random.default_rng(0)
@@ -178,10 +183,10 @@ def test_a_table_needs_a_schema_and_a_test_split(tmp_path, capsys):
 
 def test_the_schema_of_a_public_table_reads_that_table(tmp_path, capsys):
     (tmp_path / "public.csv").write_text(ROWS.replace("90,-3", "30,-3"))
-    main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income"])
+    main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income", "--public"])
     text = capsys.readouterr().out
     assert "must be public" in text
-    main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income", "--json"])
+    main(["data", "schema", str(tmp_path / "public.csv"), "--label", "income", "--public", "--json"])
     assert json.loads(capsys.readouterr().out) == tomllib.loads(text)
     path = table(tmp_path, schema=text)
     schema = read_schema(path)
@@ -191,6 +196,103 @@ def test_the_schema_of_a_public_table_reads_that_table(tmp_path, capsys):
     assert encode(path, schema)[0].shape == (4, 7)
     with pytest.raises(GredpError, match="no column 'wage'"):
         propose(tmp_path / "public.csv", "wage")
+
+
+def test_a_template_reads_the_header_alone(tmp_path, capsys):
+    """The rows are not even CSV; the command that the error names fills the file that it asks for."""
+    path = tmp_path / "my table.csv"
+    path.write_bytes(b'age,"joined, at",work,income\n731913,"\xff\x00\n')
+    message = refused(capsys, "--data", str(path))
+    command = shlex.split(message.partition("`")[2].partition("`")[0])
+    assert command[-2:] == [">", str(path.with_suffix(".toml"))]
+    main([word.replace("COLUMN", "income") for word in command[1:-2]])
+    text = capsys.readouterr().out
+    found = tomllib.loads(text)
+    assert list(found["numeric"]) == ["age", "joined, at", "work"]
+    assert (found["label"], found["classes"], found["dates"]) == ("income", [], {})
+    path.with_suffix(".toml").write_text(text)
+    assert "classes must list at least two different values" in refused(capsys, "--data", str(path))
+    path.with_suffix(".toml").write_text(text.replace("classes = []", 'classes = ["a", "b"]'))
+    assert "the range of age must be [low, high]" in refused(capsys, "--data", str(path))
+    with pytest.raises(GredpError, match=r"no column 'wage': its first line must name the columns$"):
+        template(path, "wage")
+
+
+DATES = """
+label = "y"
+classes = ["none", "some"]
+missing = ["joined", "work"]
+[dates]
+joined = [2020-01-01, 2020-01-11]
+[categorical]
+work = ["none", "town"]
+"""
+
+
+def test_dates_become_numbers_of_a_declared_range_and_none_may_be_a_category(tmp_path):
+    """By hand: joined, joined is missing, none, town."""
+    rows = """joined,work,y
+2020-01-06,none,none
+2020-01-03T12:00,town,some
+1999-12-31,None,some
+2020-01-11T01:00+02:00,,none
+none,n/a,none
+"""
+    path = table(tmp_path, rows, DATES)
+    schema = read_schema(path)
+    x, y = encode(path, schema)
+    wanted = [[0, 0, 1, 0], [-0.5, 0, 0, 1], [-1, 0, 0, 0], [0.8 + 23 / 120, 0, 0, 0], [0, 1, 0, 0]]
+    np.testing.assert_allclose(x, wanted, atol=1e-6)
+    assert y.tolist() == [0, 1, 1, 0, 0]
+    assert parse_schema(asdict(schema)) == parse_schema(json.loads(json.dumps(asdict(schema)))) == schema
+    old = {name: value for name, value in asdict(schema).items() if name != "dates"} | {
+        "numeric": {"a": [0, 1]}
+    }
+    assert parse_schema({**old, "missing": []}).dates == {}
+    for value in ("20200103", "3.1.2020", "soon"):
+        path = table(tmp_path, f"joined,work,y\n{value},none,some\n", DATES)
+        with pytest.raises(GredpError, match="row 1: joined is not an ISO date such as 2024-01-31$"):
+            encode(path, schema)
+    for wrong in ('["2020-01-11", "2020-01-01"]', '["soon", "later"]', "[1, 2]", "[]"):
+        path = table(tmp_path, schema=DATES.replace("[2020-01-01, 2020-01-11]", wrong))
+        with pytest.raises(GredpError, match="the range of joined must be"):
+            read_schema(path)
+
+
+def test_a_proposal_knows_ids_dates_constants_and_none(tmp_path):
+    lines = [
+        f"{1000 + 7 * i},p{i},2020-{1 + i % 12:02}-03,{'none' if i % 2 else 'town'},{i % 5 or 'none'},1,{'ab'[i % 2]}"
+        for i in range(30)
+    ]
+    (tmp_path / "mine.csv").write_text("\n".join(["id,name,day,work,kids,unit,y", *lines]))
+    text = propose(tmp_path / "mine.csv", "y")
+    assert '# "id" = [1000.0, 1203.0]  # left out: every value differs, as in an id' in text
+    assert '# "name" is left out: most values differ' in text
+    assert '# "unit" is left out: it has one value' in text
+    (tmp_path / "mine.toml").write_text(text)
+    schema = read_schema(tmp_path / "mine.csv")
+    assert schema.inputs == ["kids", "day", "work"]
+    assert schema.dates == {"day": ("2020-01-03", "2020-12-03")}
+    assert schema.categorical == {"work": ("none", "town")}
+    assert schema.missing == ("kids",)
+    assert encode(tmp_path / "mine.csv", schema)[0].shape == (30, 5)
+
+
+def test_too_few_records_are_warned_of_and_a_larger_batch_is_refused(tmp_path, capsys):
+    path = table(tmp_path, ROWS)
+    with pytest.warns(UserWarning, match=r"\d training records are too few for ε = 2"):
+        train(
+            TrainSettings(
+                dataset=str(path),
+                holdout=0.5,
+                accountant="rdp",
+                epochs=1,
+                batch_size=1,
+                out=str(tmp_path / "run"),
+            )
+        )
+    words = refused(capsys, "--data", str(blobs(tmp_path, 40)), "--batch-size", "500")
+    assert re.search(r"batch size 500 is larger than the dataset of (\d+) records: take at most \1", words)
 
 
 def blobs(folder: Path, rows: int = 400) -> Path:

@@ -2,16 +2,19 @@
 
 Ranges, categories and classes come from the schema and never from the private rows: the largest value of a
 column would be a release of its own. Every row becomes features by fixed numbers, from itself alone. A line
-about a bad row names the row and the column and never the value: lines end up in logs.
+about a bad row names the row and the column and never the value: lines end up in logs. `schema_drafts.py`
+writes a schema to begin with.
 """
 
 import csv
 import json
 import math
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from datetime import UTC, date, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ import numpy as np
 from gredp.errors import GredpError
 from gredp.storage.files import one_line, read
 
-#: what stands for a value that is not known
+#: what stands for a value that is not known, in any case, unless the schema lists it as a category
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 LARGEST_SCHEMA = 1 << 20
 Row = list[str]
@@ -31,9 +34,10 @@ Row = list[str]
 class Schema:
     """What a table may hold.
 
-    `numeric` columns are clipped to their range and scaled to [−1, 1]; `categorical` ones become one feature
-    of 0 or 1 for each value. A column of `missing` may lack values: they become 0, and a numeric
-    column has one more feature that says so. Columns that are not named are not read.
+    `numeric` columns are clipped to their range and scaled to [−1, 1], and so are `dates`, from ISO dates;
+    `categorical` ones become one feature of 0 or 1 for each value. A column of `missing` may lack values:
+    they become 0, and a column of numbers or dates has one more feature that says so. Columns that are not
+    named are not read.
     """
 
     label: str
@@ -42,6 +46,12 @@ class Schema:
     categorical: dict[str, tuple[str, ...]]
     missing: tuple[str, ...] = ()
     test: str | None = None
+    dates: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> list[str]:
+        """The columns that are learned from."""
+        return [*self.numeric, *self.dates, *self.categorical]
 
 
 def load_table(path: Path) -> tuple[Schema, list[tuple[np.ndarray, np.ndarray]]]:
@@ -60,9 +70,12 @@ def read_schema(path: Path) -> Schema:
         raise GredpError(f"{path} is not there")
     files = [path.with_suffix(end) for end in (".toml", ".json") if path.with_suffix(end).exists()]
     if not files:
+        schema = shlex.quote(str(path.with_suffix(".toml")))
         raise GredpError(
             f"{path.with_suffix('.toml')} is not there: a table needs a schema, because ranges or categories "
-            "taken from private rows would be a release of their own (docs/howto.md)"
+            "taken from private rows would be a release of their own; begin with "
+            f"`gredp data schema {shlex.quote(str(path))} --label COLUMN > {schema}`, which reads the header "
+            "alone, and fill it in"
         )
     text = read(files[0], LARGEST_SCHEMA)
     try:
@@ -81,9 +94,9 @@ def parse_schema(found: Any) -> Schema:
         raise GredpError(
             f"a schema has label, classes and some of {', '.join(sorted(known))}, and nothing else"
         )
-    numeric, categorical = found.get("numeric", {}), found.get("categorical", {})
-    if not (isinstance(numeric, dict) and isinstance(categorical, dict)):
-        raise GredpError("numeric and categorical name columns, each with its range or its values")
+    numeric, dates, categorical = (found.get(kind, {}) for kind in ("numeric", "dates", "categorical"))
+    if not all(isinstance(kind, dict) for kind in (numeric, dates, categorical)):
+        raise GredpError("numeric, dates and categorical name columns, each with its range or its values")
     schema = Schema(
         str(found["label"]),
         _values("classes", found["classes"]),
@@ -91,12 +104,13 @@ def parse_schema(found: Any) -> Schema:
         {name: _values(name, given) for name, given in categorical.items()},
         tuple(dict.fromkeys(map(str, found.get("missing", [])))),
         found.get("test"),
+        {name: _date_range(name, given) for name, given in dates.items()},
     )
-    names = [schema.label, *schema.numeric, *schema.categorical]
+    names = [schema.label, *schema.inputs]
     if len(set(names)) < len(names):
-        raise GredpError("a column is the label, numeric or categorical, and only one of them")
+        raise GredpError("a column is the label, numeric, a date or categorical, and only one of them")
     if len(names) == 1:
-        raise GredpError("there is no numeric and no categorical column to learn from")
+        raise GredpError("there is no numeric, date or categorical column to learn from")
     unknown = sorted(set(schema.missing) - set(names[1:]))
     if unknown:
         raise GredpError(f"missing names {unknown}, which are not columns of the schema")
@@ -109,14 +123,23 @@ def parse_schema(found: Any) -> Schema:
 
 
 def _range(name: str, given: Any) -> tuple[float, float]:
-    ends = [float(v) for v in given] if isinstance(given, list) else []
+    ends = [float(v) for v in given] if isinstance(given, list | tuple) else []
     if len(ends) != 2 or not (ends[0] < ends[1] and math.isfinite(ends[1] - ends[0])):
         raise GredpError(f"the range of {name} must be [low, high] with low below high, not {given}")
     return ends[0], ends[1]
 
 
+def _date_range(name: str, given: Any) -> tuple[str, str]:
+    ends = [str(v) for v in given] if isinstance(given, list | tuple) else []
+    days = [day_number(end) for end in ends]
+    if len(ends) != 2 or not (days[0] < days[1] < math.inf):
+        shown = [str(v) for v in given] if isinstance(given, list | tuple) else given
+        raise GredpError(f'the range of {name} must be ["first", "last"], two dates in order, not {shown}')
+    return ends[0], ends[1]
+
+
 def _values(name: str, given: Any) -> tuple[str, ...]:
-    values = tuple(map(str, given)) if isinstance(given, list) else ()
+    values = tuple(map(str, given)) if isinstance(given, list | tuple) else ()
     if len(values) < 2 or len(set(values)) < len(values):
         raise GredpError(f"{name} must list at least two different values, not {given}")
     return values
@@ -127,7 +150,7 @@ def _values(name: str, given: Any) -> tuple[str, ...]:
 
 def encode(path: Path, schema: Schema) -> tuple[np.ndarray, np.ndarray]:
     """`[n, d]` of float32 and `[n]` of int64, or one line that says where the table leaves its schema."""
-    columns = read_columns(path, [schema.label, *schema.numeric, *schema.categorical])
+    columns = read_columns(path, [schema.label, *schema.inputs])
     y = _indices(str(path), schema.label, columns[schema.label], schema.classes, False)
     return encode_inputs(columns, schema, str(path)), y
 
@@ -135,8 +158,9 @@ def encode(path: Path, schema: Schema) -> tuple[np.ndarray, np.ndarray]:
 def encode_inputs(columns: dict[str, Row], schema: Schema, where: str, before: int = 0) -> np.ndarray:
     """`[n, d]` of float32: what a network takes of each row; `before` rows came earlier in `where`."""
     parts = []
-    for name, ends in schema.numeric.items():
-        values = _numbers(where, name, columns[name], name in schema.missing, before)
+    ranges = {name: (day_number(a), day_number(b)) for name, (a, b) in schema.dates.items()}
+    for name, ends in (schema.numeric | ranges).items():
+        values = _numbers(where, name, columns[name], name in schema.missing, before, name in ranges)
         unknown = np.isnan(values)
         scaled = 2 * (np.clip(values, *ends) - ends[0]) / (ends[1] - ends[0]) - 1
         parts.append(np.where(unknown, 0.0, scaled)[:, None])
@@ -198,12 +222,30 @@ def _number(text: str) -> float:
         return math.inf
 
 
-def _numbers(where: str, name: str, texts: Row, may_be_missing: bool, before: int) -> np.ndarray:
+def day_number(text: str) -> float:
+    """Days since the year 1 of an ISO date, with or without a time (in UTC, unless it says otherwise)."""
+    if is_missing(text):
+        return math.nan
+    try:
+        moment = datetime.fromisoformat(text) if "-" in text[:5] else None
+    except ValueError:
+        moment = None
+    if moment is None:
+        return math.inf
+    moment = moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+    seconds = moment.hour * 3600 + moment.minute * 60 + moment.second
+    return date.toordinal(moment) + seconds / 86400
+
+
+def _numbers(
+    where: str, name: str, texts: Row, may_be_missing: bool, before: int, dates: bool = False
+) -> np.ndarray:
     """`[n]`; not a number where the value is missing, and nowhere else."""
-    values = np.array([_number(text) for text in texts])
+    values = np.array([day_number(text) if dates else _number(text) for text in texts])
     for i in np.flatnonzero(~np.isfinite(values)):
         if not is_missing(texts[i]):
-            raise GredpError(f"{_row(where, before + int(i))}: {name} is not a finite number")
+            what = "an ISO date such as 2024-01-31" if dates else "a finite number"
+            raise GredpError(f"{_row(where, before + int(i))}: {name} is not {what}")
         if not may_be_missing:
             raise GredpError(
                 f"{_row(where, before + int(i))}: {name} is missing; list it under missing if it may be"
@@ -226,40 +268,3 @@ def _indices(
 
 def _row(where: str, index: int) -> str:
     return f"{where}, row {index + 1}"
-
-
-# ------------------------------------------------------------------ a schema to begin with
-
-
-def propose(path: Path, label: str) -> str:
-    """The schema of a *public* table, as TOML: its ranges, categories and classes, which this publishes."""
-    columns = read_columns(path)
-    if label not in columns:
-        raise GredpError(f"{path} has no column {label!r}, only {', '.join(columns)}")
-    numeric, categorical, missing = [], [], []
-    for name, texts in columns.items():
-        known = sorted({text for text in texts if not is_missing(text)})
-        if name == label or not known:
-            continue
-        if len(known) < len(set(texts)):
-            missing.append(name)
-        try:
-            numbers = [float(text) for text in known]
-        except ValueError:
-            categorical.append(f"{_quoted(name)} = {_quoted(known)}")
-        else:
-            numeric.append(f"{_quoted(name)} = [{min(numbers)!r}, {max(numbers)!r}]")
-    lines = [
-        f"# From {path.name}, which must be public: anyone who reads this learns its ranges and categories.",
-        f"label = {_quoted(label)}",
-        f"classes = {_quoted(sorted(set(columns[label])))}",
-        f"missing = {_quoted(missing)}",
-        *(["", "[numeric]", *numeric] if numeric else []),
-        *(["", "[categorical]", *categorical] if categorical else []),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(value: Any) -> str:
-    """JSON's strings and lists are TOML's as well."""
-    return json.dumps(value, ensure_ascii=False)
