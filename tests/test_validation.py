@@ -61,11 +61,11 @@ REFUSED = {
         4, affine=True, track_running_stats=True
     ),
     "MultiheadAttention hides its weights.*gredp.fix": lambda: nn.MultiheadAttention(4, 2),
-    "LSTM is not supported": lambda: nn.LSTM(4, 4),
-    "GRU is not supported": lambda: nn.GRU(4, 4),
-    "RNN is not supported": lambda: nn.RNN(4, 4),
-    "LSTMCell is not supported": lambda: nn.LSTMCell(4, 4),
-    "GRUCell is not supported": lambda: nn.GRUCell(4, 4),
+    "LSTM hides its weights.*gredp.fix": lambda: nn.LSTM(4, 4),
+    "GRU hides its weights.*gredp.fix": lambda: nn.GRU(4, 4),
+    "RNN hides its weights.*gredp.fix": lambda: nn.RNN(4, 4),
+    "LSTMCell has no rule: use the layer": lambda: nn.LSTMCell(4, 4),
+    "GRUCell has no rule: use the layer": lambda: nn.GRUCell(4, 4),
     "Embedding with max_norm.*max_norm=None": lambda: nn.Embedding(4, 4, max_norm=1.0),
     "Embedding with max_norm rewrites its weights": lambda: frozen(nn.Embedding(4, 4, max_norm=1.0)),
     "EmbeddingBag with max_norm": lambda: frozen(nn.EmbeddingBag(4, 4, max_norm=1.0)),
@@ -223,7 +223,7 @@ def test_attention_becomes_private_attention():
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: nn.LSTM(4, 4), lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)]
+    "build", [lambda: nn.LSTMCell(4, 4), lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)]
 )
 def test_what_has_no_replacement_stays_and_is_still_refused(build):
     model = nn.Sequential(build())
@@ -357,8 +357,8 @@ def test_module_validator_has_the_names_an_opacus_user_knows():
         ModuleValidator.validate(bad, strict=True)
     assert isinstance(ModuleValidator.fix(bad)[0], nn.GroupNorm)
     assert ModuleValidator.is_valid(ModuleValidator.fix_and_validate(bad))
-    with pytest.raises(UnsupportedModuleError, match="LSTM"):
-        ModuleValidator.fix_and_validate(nn.Sequential(nn.LSTM(3, 3)))
+    with pytest.raises(UnsupportedModuleError, match="LSTMCell"):
+        ModuleValidator.fix_and_validate(nn.Sequential(nn.LSTMCell(3, 3)))
 
 
 def test_module_validator_reports_all_errors_on_one_line_and_eval_mode_among_them():

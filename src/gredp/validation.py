@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from gredp.errors import GredpError
 from gredp.gradient.rules import convolution_with_bias, rule_for
 from gredp.layers import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d
+from gredp.layers.recurrent import recurrent_for
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -41,8 +42,12 @@ def problem(layer: nn.Module) -> str | None:
         layer.self_attn.batch_first
     ):
         return f"{kind} with batch_first=False puts positions before records: build it with batch_first=True"
-    elif isinstance(layer, nn.RNNBase | nn.RNNCellBase) and trainable:
-        return f"{kind} is not supported: its gates need per-sample rules; use attention or convolutions"
+    elif recurrent_for(layer) is not None and any(p.requires_grad for p in layer.parameters()):
+        return (
+            f"{kind} hides its weights in its own loop: gredp.fix(model) puts a layer of gredp in its place"
+        )
+    elif isinstance(layer, nn.RNNCellBase) and trainable:
+        return f"{kind} has no rule: use the layer (nn.LSTM, nn.GRU, nn.RNN) and gredp.fix(model)"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         if layer.max_norm is not None:  # also where they are frozen
             return f"{kind} with max_norm rewrites its weights from the batch: set max_norm=None"
@@ -84,6 +89,9 @@ def replacement(
         return _with_weights(nn.GroupNorm(groups, layer.num_features, **norm), layer)
     if isinstance(layer, INSTANCE_NORMS):
         return _with_weights(type(layer)(layer.num_features, **norm), layer)
+    recurrent = recurrent_for(layer)
+    if recurrent is not None:
+        return recurrent.from_stock(layer)
     if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is None and not layer.add_zero_attn:
         return PrivateMultiheadAttention.from_stock(layer)
     return None

@@ -42,6 +42,12 @@ class Outer(Factored):
     def dense(self) -> Tensor:
         return torch.bmm(self.left.transpose(1, 2), self.right)
 
+    def joined(self, other: PerSampleGradient) -> "Outer | None":
+        """The same layer used again has more positions, as a recurrent one has at every step."""
+        if not isinstance(other, Outer):
+            return None
+        return Outer(torch.cat([self.left, other.left], 1), torch.cat([self.right, other.right], 1))
+
     def compact(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
         """Of a sequence, the product itself where it fits: no second one is needed for the sum then."""
         positions, o, i = *self.left.shape[1:], self.right.shape[2]

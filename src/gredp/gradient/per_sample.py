@@ -72,6 +72,10 @@ class PerSampleGradient(ABC):
         """
         return self
 
+    def joined(self, other: "PerSampleGradient") -> "PerSampleGradient | None":
+        """The sum of both as factors, or None where only the materialized ones can be added."""
+        return None
+
     def squared_norm(self) -> Tensor:
         """`[b]`, in double precision."""
         return squares(self.dense())
@@ -134,7 +138,8 @@ class Dense(PerSampleGradient):
 
 def add(first: PerSampleGradient, second: PerSampleGradient, grid_axes: int) -> PerSampleGradient:
     """The gradient of a parameter that is used twice: both uses count before the norm is taken."""
-    return Dense(first.dense() + second.dense(), grid_axes)
+    joined = first.joined(second)
+    return Dense(first.dense() + second.dense(), grid_axes) if joined is None else joined
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,16 @@
 
 from gredp.layers.attention import PrivateMultiheadAttention
 from gredp.layers.block_circulant import BlockCirculantLinear
+from gredp.layers.recurrent import DPGRU, DPLSTM, DPRNN
 from gredp.layers.spectral_conv import SpectralConv2d
 from gredp.layers.ws_conv import WSConv2d
 
-__all__ = ["BlockCirculantLinear", "PrivateMultiheadAttention", "SpectralConv2d", "WSConv2d"]
+__all__ = [
+    "DPGRU",
+    "DPLSTM",
+    "DPRNN",
+    "BlockCirculantLinear",
+    "PrivateMultiheadAttention",
+    "SpectralConv2d",
+    "WSConv2d",
+]
