@@ -23,6 +23,7 @@ from gredp.mechanisms.plan import Needs, positive_norm
 from gredp.mechanisms.registry import noise_scale
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
+from gredp.privacy.ledger import one_unit
 from gredp.privacy.paper_claims import claimed_epsilon
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.randomness import Secret, Split
@@ -34,6 +35,7 @@ from gredp.request_checks import (
     whole_bands,
 )
 from gredp.sampling import PrivateLoader, poisson_loader
+from gredp.sampling.persons import PersonIds
 from gredp.sampling.same_records import reject_other_records
 from gredp.storage.checkpoint import contract
 from gredp.storage.resumable import Resumable
@@ -53,9 +55,9 @@ class PrivacyEngine(Resumable):
     """Trains any PyTorch model privately; the training loop stays as it is.
 
     Formal guarantee. After T calls of `optimizer.step()` on batches of the returned loader, the model's
-    parameters (all T versions of them) are (ε, δ)-DP with ε = `get_epsilon(δ)`, for adding or removing
-    one record, provided that the loss is a sum or mean over records of terms that depend on one record
-    each, and that nothing but the returned objects has touched the data.
+    parameters (all T versions of them) are (ε, δ)-DP with ε = `get_epsilon(δ)`, for adding or removing one
+    record (one person with all of their records, with `persons`), if the loss is a sum or mean over records
+    of terms that depend on one record each, and if only the returned objects have touched the data.
 
     `accountant` is "pld" (default, tighter) or "rdp"; Opacus' "prv" means "pld" here. Noise and batches come
     from a secret of this engine through a cryptographic keystream; `secure_mode` rejects generators that
@@ -93,6 +95,8 @@ class PrivacyEngine(Resumable):
         claim: str = "proven",
         sample_rate: float | None = None,
         views: int = 1,
+        persons: PersonIds | None = None,
+        records_per_person: int | None = None,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         correlation_bands: int = 1,
         **options: Any,
@@ -118,20 +122,25 @@ class PrivacyEngine(Resumable):
         | `claim` | `"proven"` | "paper" takes σ as the paper does; the proven ε is then larger |
         | `sample_rate` | `None` | q, if the number of records is confidential; otherwise batch_size/records |
         | `views` | `1` | inputs of each drawn record, side by side: random transforms give as many views |
+        | `persons` | `None` | the id of each record's person, or person → record numbers: ε is then theirs |
+        | `records_per_person` | `None` | with `persons`, records of one that take part in a draw; None is 4 |
         | `noise_schedule` | `None` | public stages (steps, factor of the noise); the last one stays |
         | `correlation_bands` | `1` | b steps over which noise is correlated (docs/theory.md, section 6) |
         | `**options` | | of the method, such as `filter_ratio`, `noise_parts`, `grid`, `exponent` |
 
         Sums are divided by the loader's batch size, whatever was drawn. The gradients of a record's views are
         averaged before the record is clipped, so K and z are those of one view. The transforms of one record
-        must not depend on which others were drawn. With correlation bands the records are split into b parts
-        that take turns, each drawn at rate b·q: T steps cost as much as ⌈T/b⌉ steps at that rate.
+        must not depend on which others were drawn. With `persons` those are drawn, at rate batch_size/persons:
+        `batch_size` counts persons, and a person's gradients are averaged and clipped as one. With correlation
+        bands the records are split into b parts that take turns, each drawn at rate b·q: T steps cost as much
+        as ⌈T/b⌉ steps at that rate.
 
         | case | what happens |
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | rejected by name |
         | a trainable parameter that the optimizer lacks, or one that is not the model's | rejected |
         | poisson_sampling=False, a model in torch's DistributedDataParallel | rejected |
+        | a record without a person or with two; `persons` after steps without them, or the reverse | rejected |
         | several processes | train as one, from the first one's weights; rejected if their settings differ |
         | correlation_bands·q above 1; correlation bands with `claim="paper"`, plain, a schedule | rejected |
         """
@@ -142,14 +151,16 @@ class PrivacyEngine(Resumable):
         schedule = checked_schedule(noise_schedule, bands)
         check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         check_criterion(criterion, loss_reduction)
-        if views != 1 and chosen.grid == "padded":
-            raise GredpError("views have no padded spectrum of product form: use grid='kernel'")
         check_parameters(module, optimizer)
         split = None
         if bands > 1:
             split = Split(bytes(self.secret.keystream(32, "split", self.secret.fresh())[:32]), bands)
-        loader = poisson_loader(data_loader, sample_rate, self.secret, views, split)
+        whose = persons, records_per_person
+        loader = poisson_loader(data_loader, sample_rate, self.secret, views, split, *whose)
         sampler = loader.poisson
+        if sampler.views != 1 and chosen.grid == "padded":
+            raise GredpError("views and persons have no padded spectrum of product form: use grid='kernel'")
+        one_unit(self.ledger.entries, sampler.unit)
         expected = float(sampler.expected)
         capture = Capture(module, loss_reduction, chosen.needs, sampler.views)
         try:
@@ -221,7 +232,7 @@ class PrivacyEngine(Resumable):
         | `**request` | | any other argument of `make_private` |
 
         Under `claim="paper"` σ is what the paper's experiments would take, and the proven ε is larger. With a
-        stated `sample_rate`, records are batch_size/sample_rate. With a `noise_schedule`, z is the common
+        stated `sample_rate`, records are batch_size/sample_rate; with `persons`, those count. With a `noise_schedule`, z is the common
         factor of its stages.
 
         >>> import torch
@@ -247,7 +258,9 @@ class PrivacyEngine(Resumable):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
         check_parameters(module, optimizer)
         views, rate = request.get("views", 1), request.get("sample_rate")
-        sampler = poisson_loader(data_loader, rate, self.secret, views).poisson
+        whose = request.get("persons"), request.get("records_per_person")
+        sampler = poisson_loader(data_loader, rate, self.secret, views, None, *whose).poisson
+        one_unit(self.ledger.entries, sampler.unit)
         bands = request.get("correlation_bands", 1)
         schedule, bands = checked_schedule(request.get("noise_schedule"), bands), whole_bands(bands)
         multiplier = 0.0

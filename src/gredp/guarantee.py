@@ -5,11 +5,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from gredp.privacy.accountant import AccountantName, epsilon, in_turns, round_up
-from gredp.privacy.ledger import Entry
+from gredp.privacy.ledger import Entry, Unit
 from gredp.privacy.paper_claims import claimed_epsilon
 
-#: what neighboring datasets differ by
-ONE_RECORD = "add or remove one record"
+#: what neighboring datasets differ by, for each unit of privacy
+NEIGHBORS: dict[Unit, str] = {
+    "record": "add or remove one record",
+    "person": "add or remove one person, with all of their records",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Guarantee(Mapping[str, Any]):
     #: with correlation bands, that of the part whose turn it is
     sample_rate: float
     correlation_bands: int = 1
-    neighbors: str = ONE_RECORD
+    neighbors: str = NEIGHBORS["record"]
 
     @classmethod
     def of(
@@ -57,6 +60,7 @@ class Guarantee(Mapping[str, Any]):
             steps=sum(entry.steps for entry in entries),
             sample_rate=step.sample_rate,
             correlation_bands=step.bands,
+            neighbors=NEIGHBORS[step.unit],
         )
 
     def __getitem__(self, key: str) -> Any:

@@ -17,7 +17,7 @@ from gredp.gradient.capture import Capture
 from gredp.gradient.rules import exact
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms.stages import stages_of
-from gredp.privacy.ledger import Entry, Ledger
+from gredp.privacy.ledger import Entry, Ledger, Unit
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 from gredp.randomness import Split
 from gredp.sampling.draws import Draw
@@ -144,8 +144,10 @@ class PrivateOptimizer(Optimizer):
         return Entry(self.noise_multiplier, self.sample_rate, 1, self.claimed_multiplier, *self._turns)
 
     @property
-    def _turns(self) -> tuple[int, str]:
-        return (1, "") if self.split is None else (self.split.parts, self.split.name)
+    def _turns(self) -> tuple[int, str, Unit]:
+        """Bands, split and unit of an entry."""
+        parts = (1, "") if self.split is None else (self.split.parts, self.split.name)
+        return (*parts, self.sampler.unit)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise GredpError("parameters cannot join a private optimizer: their gradients would not be certified")

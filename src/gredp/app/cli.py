@@ -110,7 +110,7 @@ def run_ledger(settings: LedgerSettings) -> None:
     found = spent(settings.run, settings.delta, settings.accountant)
     written = found.written
     rows = [
-        ("proven ε", f"{round_up(found.proven_epsilon)} at δ = {found.delta}"),
+        ("proven ε", f"{round_up(found.proven_epsilon)} at δ = {found.delta}, {found.neighbors}"),
         ("steps", f"{written.steps}, {written.inherited} of them before training began"),
         *(
             ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}{in_turns(e.bands)}")

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate
 
 if TYPE_CHECKING:
     from gredp.storage.ledger_file import LedgerFile
+
+#: whose presence ε hides: one record, or one person with all of their records
+Unit = Literal["record", "person"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Entry:
     With noise correlated over `bands` steps the records are split into as many parts that take turns, and
     `sample_rate` is that of the part whose turn it is. `split` is the name of the split: each has turns of
     its own. The steps are then ⌈steps/bands⌉ such mechanisms (`mechanisms`), all of them alike (`one_kind`).
+
+    `unit` is what was drawn and clipped: all entries of a ledger have the same.
     """
 
     noise_multiplier: float
@@ -30,6 +35,7 @@ class Entry:
     claimed_multiplier: float | None = None
     bands: int = 1
     split: str = ""
+    unit: Unit = "record"
 
     def __post_init__(self) -> None:
         if math.isnan(self.noise_multiplier) or self.noise_multiplier < 0:
@@ -43,16 +49,32 @@ class Entry:
             raise GredpError(f"the number of steps must be a whole number, not {self.steps}")
         if not (self.bands >= 1 and self.bands == int(self.bands)) or (self.bands > 1) != bool(self.split):
             raise GredpError(f"{self.bands} bands go with a split by name, not with {self.split!r}")
+        if self.unit not in ("record", "person"):
+            raise GredpError(f"the unit of privacy is record or person, not {self.unit!r}")
+
+
+def one_unit(entries: Iterable[Entry], unit: Unit) -> None:
+    """Reject another unit than the charged one: an ε for records and one for persons add up to neither."""
+    for entry in entries:
+        if entry.unit != unit:
+            raise GredpError(
+                f"{entry.steps} steps are charged with one {entry.unit} as the unit of privacy, and no ε holds "
+                f"for them and one {unit}: go on with persons as before, or with a new engine from new weights"
+            )
 
 
 def one_kind(entries: Iterable[Entry], step: Entry) -> None:
     """Reject `step` if its split was charged with anything else before: multiplier, rate, bands or claim.
+
+    And if anything at all was charged for another unit (`one_unit`).
 
     `mechanisms` counts ⌈t/b⌉ turns of t steps, which is true of all steps of a split together and of no kind
     among them: whichever steps cost more may all fall to one part. And a multiplier cannot change at all,
     since the noise of a step is taken back in the b − 1 steps behind it. So a split has one kind of step,
     and another kind needs another split.
     """
+    entries = tuple(entries)
+    one_unit(entries, step.unit)
     for entry in entries:
         if entry.split and entry.split == step.split and replace(entry, steps=step.steps) != step:
             was, now = (
@@ -104,6 +126,8 @@ class Ledger:
 
     def __init__(self, entries: tuple[Entry, ...] = ()) -> None:
         mechanisms(entries)  # rejects what cannot be composed
+        for entry in entries[:1]:
+            one_unit(entries, entry.unit)
         self._entries: list[Entry] = list(entries)
         self.file: LedgerFile | None = None
         #: asked before each charge; raises to reject it
@@ -144,9 +168,10 @@ class Ledger:
         claimed_multiplier: float | None = None,
         bands: int = 1,
         split: str = "",
+        unit: Unit = "record",
     ) -> None:
         """Record one step. Checked whole before anything changes."""
-        entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier, bands, split)
+        entry = Entry(certificate.noise_multiplier, sample_rate, 1, claimed_multiplier, bands, split, unit)
         one_kind(self._entries, entry)
         if self.ceiling is not None:
             self.ceiling(entry)

@@ -23,6 +23,7 @@ from torch.utils.data import (
 from gredp.errors import GredpError
 from gredp.randomness import Secret, Split
 from gredp.sampling.draws import HandedOut, Part
+from gredp.sampling.persons import PersonIds, Persons
 from gredp.sampling.samplers import PoissonBatchSampler
 
 if TYPE_CHECKING:
@@ -35,8 +36,12 @@ def poisson_loader(
     secret: Secret | None = None,
     views: int = 1,
     split: Split | None = None,
+    persons: PersonIds | None = None,
+    records_per_person: int | None = None,
 ) -> "PrivateLoader":
     """The same loader with Poisson batches at `sample_rate`, by default batch_size/records.
+
+    With `persons` those are drawn in place of records, and `batch_size` counts them.
 
     With a `split` its parts take turns, and every batch must be stepped before the next one is taken.
     """
@@ -46,8 +51,12 @@ def poisson_loader(
     if isinstance(known, PoissonBatchSampler):
         if split is not None or known.split is not None:
             raise GredpError("correlation bands need a data loader that was not made private before")
-        if known.views != views:
-            raise GredpError(f"the data loader gives {known.views} views of a record, not {views}")
+        if persons is not None or records_per_person is not None:
+            raise GredpError("persons need a data loader that was not made private before")
+        if known.views_of_a_record != views:
+            raise GredpError(
+                f"the data loader gives {known.views_of_a_record} views of a record, not {views}"
+            )
         if sample_rate not in (None, known.sample_rate):
             raise GredpError(f"the data loader draws at rate {known.sample_rate:g}, not {sample_rate}")
         return loader if isinstance(loader, PrivateLoader) else PrivateLoader.like(loader, known)
@@ -64,19 +73,25 @@ def poisson_loader(
         raise GredpError(f"{what}: to train on some, use torch.utils.data.Subset")
     if records == 0:
         raise GredpError("the dataset is empty: there is nothing to train on")
-    if records < batch_size:
+    if persons is None and records_per_person is not None:
+        raise GredpError("records_per_person goes with persons, which say whose records are whose")
+    people = None if persons is None else Persons(persons, records, records_per_person)
+    drawn_from, what = (records, "records") if people is None else (len(people), "persons")
+    if drawn_from < batch_size:
         raise GredpError(
-            f"the batch size {batch_size} is larger than the dataset of {records} records: "
-            f"take at most {records}"
+            f"the batch size {batch_size} is larger than the dataset of {drawn_from} {what}: "
+            f"take at most {drawn_from}"
         )
     if sample_rate is not None and not 0 < sample_rate <= 1:
         raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
-    if views > 1:
-        reject_own_collate(loader)
-    rate = batch_size / records if sample_rate is None else sample_rate
+    rate = batch_size / drawn_from if sample_rate is None else sample_rate
     # With a stated rate nothing here may depend on the number of records, the number of steps included.
-    steps = len(loader) if sample_rate is None else math.ceil(1 / rate)
-    sampler = PoissonBatchSampler(records, rate, steps, loader.generator, secret, views, split)
+    steps = math.ceil(1 / rate)
+    if sample_rate is None:
+        steps = drawn_from // batch_size if loader.drop_last else math.ceil(drawn_from / batch_size)
+    sampler = PoissonBatchSampler(drawn_from, rate, steps, loader.generator, secret, views, split, people)
+    if sampler.views > 1:
+        reject_own_collate(loader)
     sampler.expected = batch_size
     collate = EmptyBatches(loader.dataset, loader.collate_fn or default_collate)
     private = PrivateLoader.like(loader, sampler, collate)
@@ -85,9 +100,12 @@ def poisson_loader(
 
 
 def reject_own_collate(loader: DataLoader[Any]) -> None:
-    """Views of a record are known by their place."""
+    """Views of a record, and records of a person, are known by their place."""
     if loader.collate_fn is not default_collate:
-        raise GredpError("with views, remove collate_fn, which may not keep views of a record side by side")
+        raise GredpError(
+            "with views or persons, remove collate_fn, which may not keep views of a record, or records of a "
+            "person, side by side"
+        )
 
 
 class EmptyBatches:
@@ -181,7 +199,7 @@ class PrivateLoader(DataLoader[Any]):
 
     @property
     def largest_part(self) -> int:
-        """Records; the views of one stay together."""
+        """Records or persons; the inputs of one stay together."""
         return max(1, self.max_physical_batch_size // self.poisson.views)
 
     def __len__(self) -> int:
@@ -221,7 +239,7 @@ class BatchMemoryManager:
     | argument | default | meaning |
     |---|---|---|
     | `data_loader` | | the loader that `make_private` returned |
-    | `max_physical_batch_size` | | inputs in memory at once; the views of a record stay together |
+    | `max_physical_batch_size` | | inputs in memory at once; views of a record, records of a person stay together |
     | `optimizer` | | the optimizer that `make_private` returned |
 
     >>> import torch

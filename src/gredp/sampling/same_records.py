@@ -1,7 +1,7 @@
 """Whether all processes hold the same records, as far as shows without reading them all.
 
 Record i belongs to process i mod N. Where two processes have different records under one number, a record
-may be in both and count twice. So the index sets of every `Subset` are compared whole, and a few records,
+may be in both and count twice. So the index sets of every `Subset`, and whose records are whose, are compared whole, and a few records,
 chosen by a key of this run, by what they hold: each array by its sum under random signs, to three digits,
 since two machines may round a transform differently. What changes when it is read again, such as a random
 view, cannot be compared and is skipped.
@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from gredp.distributed import all_reduce_max, rank, run_on_rank_zero, world_size
 from gredp.errors import GredpError, PeerFailed
-from gredp.sampling.loader import EmptyBatches
+from gredp.sampling.loader import EmptyBatches, PrivateLoader
 
 #: records that are read, twice each
 READ = 16
@@ -33,12 +33,14 @@ WHAT = "a comparison of the records"
 Digests = list[list[int | None]]
 
 
-def reject_other_records(loader: DataLoader[Any], key: bytes) -> None:
+def reject_other_records(loader: PrivateLoader, key: bytes) -> None:
     """Reject, in all processes, data that are not the first process' own. Its `key` is everyone's."""
     if world_size() == 1:
         return
     _, key = run_on_rank_zero(lambda: (None, key), WHAT)
-    own: Digests = [[_digest(index_sets(loader.dataset), key)], *_read(loader, key)]
+    persons = loader.poisson.persons
+    whose = b"" if persons is None else persons.tobytes()
+    own: Digests = [[_digest(index_sets(loader.dataset) + whose, key)], *_read(loader, key)]
     first, _ = run_on_rank_zero(lambda: (own, b""), WHAT)
     differing = all_reduce_max(rank() if _different(own, first) else 0, WHAT)
     if differing:

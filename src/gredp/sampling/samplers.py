@@ -18,8 +18,10 @@ from torch.utils.data import Sampler
 from gredp.distributed import rank, world_size
 from gredp.errors import GredpError
 from gredp.mechanisms.banded import check_bands
+from gredp.privacy.ledger import Unit
 from gredp.randomness import Secret, Split
 from gredp.sampling.draws import Draw, HandedOut, Part
+from gredp.sampling.persons import Persons
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -39,9 +41,11 @@ class PoissonBatchSampler(Sampler[list[int]]):
         secret: Secret | None = None,
         views: int = 1,
         split: Split | None = None,
+        persons: Persons | None = None,
     ) -> None:
         """`views` repeats each drawn record so often, side by side: a dataset that draws its transforms anew
-        each time it is asked gives as many views of it.
+        each time it is asked gives as many views of it. With `persons`, what is drawn as a record is a person,
+        of whom some records are given, `views` times each.
 
         With a `split`, step t draws each record of part t mod b with probability b·sample_rate, and no other.
         The first step is the one that `handed.next_turn` gives: batches that were drawn and not stepped do
@@ -54,8 +58,10 @@ class PoissonBatchSampler(Sampler[list[int]]):
         if not 0 < sample_rate <= 1:
             raise GredpError(f"the sampling rate must be above 0 and at most 1, not {sample_rate}")
         self.records, self.sample_rate, self.steps = records, sample_rate, steps
-        self.generator, self.secret, self.views = generator, secret or Secret(), int(views)
-        self.split = split
+        self.generator, self.secret, self.split = generator, secret or Secret(), split
+        self.persons, self.views_of_a_record = persons, int(views)
+        #: inputs of each that is drawn, side by side
+        self.views = self.views_of_a_record * (1 if persons is None else persons.most)
         #: the rate at which the part is drawn whose turn it is
         self.turn_rate = sample_rate if split is None else check_bands(split.parts, sample_rate)
         #: the batches that were handed out; optimizers that share this sampler share them
@@ -78,8 +84,15 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield Draw(len(drawn), turn), drawn
 
     def inputs(self, drawn: list[int]) -> list[int]:
-        """Each record as often as there are views of it, side by side."""
-        return [record for record in drawn for _ in range(self.views)]
+        """Each record as often as there are views of it, side by side; of persons, records drawn anew."""
+        if self.persons is not None:
+            drawn = self.persons.rows(drawn, self._uniform(self.persons.most * len(drawn)))
+        return [record for record in drawn for _ in range(self.views_of_a_record)]
+
+    @property
+    def unit(self) -> Unit:
+        """Of privacy: what is drawn, clipped and protected."""
+        return "record" if self.persons is None else "person"
 
     def draw(self, turn: int = 0) -> list[int]:
         """The batch of step `turn`, or this process' part of it, in the order of the records."""

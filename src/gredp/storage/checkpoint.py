@@ -23,18 +23,22 @@ from gredp.storage.run_folder import Checkpoint, RunFolder
 
 #: groups of tensors in a checkpoint
 RESERVED = {"model", "optimizer", "shape"}
+#: terms of the contract that earlier versions did not note, as they were
+EARLIER = {"correlation_bands": 1, "unit": "record", "records_per_person": None}
 
 
 def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
     """What may not change when a run is resumed: all that the certificate and the accountant were given."""
-    plan = asdict(optimizer.private_step.plan)
+    plan, persons = asdict(optimizer.private_step.plan), optimizer.sampler.persons
     terms = {
         "noise_multiplier": optimizer.noise_multiplier,
         "sample_rate": optimizer.sample_rate,
         "max_grad_norm": optimizer.max_grad_norm,
         "expected_batch_size": optimizer.expected_batch_size,
         "loss_reduction": optimizer.loss_reduction,
-        "views": optimizer.capture.views,
+        "views": optimizer.sampler.views_of_a_record,
+        "unit": optimizer.sampler.unit,
+        "records_per_person": None if persons is None else persons.most,
         "processes": world_size(),
         "noise_schedule": optimizer.schedule.stages,
         "correlation_bands": len(plan.pop("correlation")),
@@ -102,7 +106,7 @@ def restore(
     finite, counts lie within the ledger, and the weights of a learned shape are recomputed. What is out of
     its domain is rejected before the model or the optimizer changes.
     """
-    now, then = contract(optimizer), {"correlation_bands": 1, **checkpoint.facts.get("contract", {})}
+    now, then = contract(optimizer), EARLIER | checkpoint.facts.get("contract", {})
     for key in now:
         if now[key] != then.get(key):
             was, now_is = (f" ({json.dumps(x)})" if key != "plan" else "" for x in (then.get(key), now[key]))

@@ -4,7 +4,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gredp.guarantee import NEIGHBORS
 from gredp.privacy.accountant import AccountantName, epsilon
+from gredp.privacy.ledger import Unit
 from gredp.privacy.paper_claims import claimed_epsilon
 from gredp.storage.files import read_document
 from gredp.storage.ledger_file import LedgerState, ledger_of, read_ledger
@@ -23,6 +25,16 @@ class Spent:
     proven_epsilon: float
 
     @property
+    def unit(self) -> Unit:
+        """Whose presence ε hides."""
+        return next((entry.unit for entry in self.written.entries), "record")
+
+    @property
+    def neighbors(self) -> str:
+        """What the datasets differ by that ε compares."""
+        return NEIGHBORS[self.unit]
+
+    @property
     def claimed_epsilon(self) -> float | None:
         """What the paper would report for the same steps; None where it makes no claim."""
         return claimed_epsilon(tuple(self.written.entries), self.delta)
@@ -31,6 +43,7 @@ class Spent:
         return {
             "proven_epsilon": self.proven_epsilon,
             "delta": self.delta,
+            "neighbors": self.neighbors,
             "steps": self.written.steps,
             "inherited_steps": self.written.inherited,
             "starts": self.written.incarnations,

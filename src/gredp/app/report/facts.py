@@ -100,7 +100,7 @@ class Facts:
         if noted != counted and not math.isclose(noted, counted, rel_tol=SAME):
             found.append(f"the record says ε = {noted:.6g}, the ledger gives {counted:.6g}")
         entries = [asdict(entry) for entry in self.spent.written.entries]
-        noted_entries = [{"bands": 1, "split": "", **row} for row in self.record["ledger"]]
+        noted_entries = [{"bands": 1, "split": "", "unit": "record", **row} for row in self.record["ledger"]]
         if noted_entries != json.loads(json.dumps(entries)):
             found.append("the record lists other steps than the ledger")
         return found
