@@ -136,7 +136,7 @@ def test_predictions_come_from_the_numbers_that_the_run_evaluated(of_images):
     data = load_data(settings["dataset"])
     model = gredp.load(of_images)
     with torch.no_grad():
-        wanted = model.network(model._extract(data.x_test)).double().softmax(1).numpy()
+        wanted = model.network(model.extract(data.x_test)).double().softmax(1).numpy()
     x = (data.x_test[:, 0] * 255).round().to(torch.uint8).numpy()
     assert np.allclose(model.predict_proba(x), wanted, atol=1e-5)
 

@@ -16,6 +16,7 @@ import tyro
 from gredp.app.account import AccountSettings, run_account
 from gredp.app.audit import AuditSettings, run_audit
 from gredp.app.compare import CompareSettings, run_compare
+from gredp.app.export import ExportSettings, run_export
 from gredp.app.known_data import fetchable
 from gredp.app.merge_settings import named, resolved, with_current_names
 from gredp.app.predict import PredictSettings, run_predict
@@ -152,6 +153,7 @@ def run_data(settings: DataSettings) -> None:
 COMMANDS: dict[str, tuple[type, Callable[..., int | None]]] = {
     "train": (TrainSettings, run_train),
     "predict": (PredictSettings, run_predict),
+    "export": (ExportSettings, run_export),
     "account": (AccountSettings, run_account),
     "audit": (AuditSettings, run_audit),
     "reproduce": (ReproduceSettings, run_reproduce),

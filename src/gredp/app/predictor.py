@@ -42,7 +42,7 @@ class Predictor:
         file = path / MODEL if path.is_dir() or path.suffix != ".safetensors" else path
         self.blueprint, self.network, self.sha256 = read_model(file)
         self.guarantee = Guarantee.from_json(self.blueprint.guarantee or {})
-        self._extract = self.blueprint.extractor(file.parent)
+        self.extract = self.blueprint.extractor(file.parent)
 
     @property
     def classes_(self) -> NDArray[Any]:
@@ -61,7 +61,7 @@ class Predictor:
         """Names and probabilities of a batch of records at a time."""
         for names, x in batches(inputs, self.blueprint):
             with torch.no_grad():
-                logits = self.network(centered(x) if self._extract is None else self._extract(x))
+                logits = self.network(centered(x) if self.extract is None else self.extract(x))
             yield names, logits.double().softmax(1).numpy()
 
     def __repr__(self) -> str:

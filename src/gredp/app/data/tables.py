@@ -172,6 +172,19 @@ def encode_inputs(columns: dict[str, Row], schema: Schema, where: str, before: i
     return np.concatenate(parts, axis=1).astype(np.float32)
 
 
+def encoding(schema: Schema) -> list[dict[str, Any]]:
+    """What `encode_inputs` puts into each of the d columns, for programs that do it themselves."""
+    made: list[dict[str, Any]] = []
+    for name, (low, high) in (schema.numeric | schema.dates).items():
+        kind = "date" if name in schema.dates else "scaled"
+        made.append({"column": name, "is": kind, "low": low, "high": high})
+        if name in schema.missing:
+            made.append({"column": name, "is": "missing"})
+    for name, allowed in schema.categorical.items():
+        made += [{"column": name, "is": "equals", "value": value} for value in allowed]
+    return made
+
+
 def read_columns(path: Path, names: Sequence[str] = ()) -> dict[str, Row]:
     """The named columns of a CSV file with a header, or all of them, without blanks around values."""
     return next(column_parts(path, names))

@@ -60,7 +60,7 @@ class Backbone:
         return {"name": "resnet18", "until": "layer4.0", "size": self.size, "sha256": self.sha256}
 
     @cached_property
-    def _network(self) -> ResNet18:
+    def network(self) -> ResNet18:
         network = ResNet18(size=self.size)
         self.load_into(network)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -70,7 +70,7 @@ class Backbone:
         if x.shape[1] != 3:
             raise GredpError(f"a pretrained ResNet-18 takes images of 3 channels, not {x.shape[1]}")
         with torch.no_grad():
-            return self._network.features(x.contiguous(memory_format=torch.channels_last)).contiguous()
+            return self.network.features(x.contiguous(memory_format=torch.channels_last)).contiguous()
 
     def load_into(self, model: nn.Module) -> None:
         """Put the file's weights into the whole network or its tail; the classifier stays as it was drawn."""
