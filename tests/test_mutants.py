@@ -212,7 +212,17 @@ MUTANTS = [
     Mutant(
         bugs.coincidences_taken_for_records,
         test_batch_dimension.test_a_coincidence_of_sizes_is_refused_by_name_before_anything_is_charged,
-        (test_batch_dimension.Broadcast, "places", {}),
+        (test_batch_dimension.Scrambled, "places", {}),
+    ),
+    Mutant(
+        bugs.every_shared_table_taken_for_positions,
+        test_batch_dimension.test_a_coincidence_of_sizes_is_refused_by_name_before_anything_is_charged,
+        (test_batch_dimension.Scrambled, "places", {}),
+    ),
+    Mutant(
+        bugs.broadcast_positions_left_to_the_first_record,
+        test_batch_dimension.test_positions_that_are_broadcast_are_clipped_record_by_record,
+        (test_batch_dimension.OneRow, 9),
     ),
     Mutant(
         bugs.reductions_taken_at_their_word,

@@ -27,8 +27,24 @@ class Words(nn.Module):
 
 
 class Broadcast(Words):
+    """Every record has the same places: a table without a batch dimension."""
+
     def positions(self, x: Tensor) -> Tensor:
         return self.places(self.ids[: x.shape[1]])
+
+
+class OneRow(Words):
+    """The same as `[1, t]`, as BERT and GPT-2 have it."""
+
+    def positions(self, x: Tensor) -> Tensor:
+        return self.places(self.ids[None, : x.shape[1]])
+
+
+class Scrambled(Words):
+    """Rows without a batch dimension that are not positions."""
+
+    def positions(self, x: Tensor) -> Tensor:
+        return self.places(self.ids[: x.shape[1]].flip(0))
 
 
 class TimeFirst(Words):
@@ -48,7 +64,7 @@ def step(model: nn.Module, x: Tensor, **kwargs):
     return optimizer
 
 
-@pytest.mark.parametrize(("build", "layer"), [(Broadcast, "places"), (TimeFirst, "head")])
+@pytest.mark.parametrize(("build", "layer"), [(Scrambled, "places"), (TimeFirst, "head")])
 @pytest.mark.parametrize("kwargs", [{}, {"scale": 2.0}], ids=["plain", "keyword"])
 def test_a_coincidence_of_sizes_is_refused_by_name_before_anything_is_charged(build, layer, kwargs):
     x = texts(LENGTH)
@@ -69,7 +85,37 @@ def test_positions_with_a_batch_dimension_are_trained(records):
 @pytest.mark.parametrize("records", [2, 3, 9])
 def test_other_sizes_are_refused_as_before(records):
     with pytest.raises(GredpError, match=r"places \(Embedding\) turns .* here \d records"):
-        step(Broadcast(), texts(records))
+        step(Scrambled(), texts(records))
+
+
+@pytest.mark.parametrize("build", [Broadcast, OneRow])
+@pytest.mark.parametrize("records", [1, 2, 3, LENGTH, 9])
+def test_positions_that_are_broadcast_are_clipped_record_by_record(build, records):
+    """Equal to a loop over single records, also where there are as many records as positions."""
+    torch.manual_seed(0)
+    model, x, clip = build(), texts(records), 0.05
+    wanted = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i in range(records):
+        model.zero_grad()
+        model(x[i : i + 1]).square().sum().backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        for name, p in model.named_parameters():
+            wanted[name] += p.grad * min(1.0, clip / float(norm))
+    model.zero_grad()
+    model, optimizer, _, _ = make_private(model, (x, torch.zeros(records)), clip=clip, lr=1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(x).square().sum(1).mean().backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.allclose((before[name] - p) * records, wanted[name], atol=1e-6), name
+
+
+def test_positions_of_shorter_texts_are_known_too():
+    x = texts(4)
+    model, optimizer, _, _ = make_private(OneRow(), (x, torch.zeros(4)))
+    for length in (LENGTH, 2, 1):
+        model(x[:, :length].contiguous()).square().sum(1).mean().backward()
+        assert optimizer.capture.take() is not None
 
 
 def test_an_empty_first_batch_puts_the_look_off():
@@ -121,7 +167,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("whole", [True, False], ids=["within the model", "in place of it"])
 def test_parts_are_looked_at_where_the_model_cannot_be(whole):
     x = texts(LENGTH)
-    for build in (Broadcast, TimeFirst):
+    for build in (Scrambled, TimeFirst):
         model, _, _, _ = make_private(Around(build()), (x, torch.zeros(LENGTH)))
         with pytest.raises(GredpError, match="whatever the batch"):
             (model if whole else model.net)(x)

@@ -7,6 +7,7 @@ such a layer still has the same rows, and is known by that.
 
 import warnings
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,23 +25,57 @@ class RowsOnZeros:
         below = {part: layers & set(part.modules()) for part in module.modules() if part not in layers}
         #: parts of the model, and the layers in them that were not run on zeros through them yet
         self.parts = {part: held for part, held in below.items() if held}
-        #: layers that ran on zeros, and their rows if those are as many with any batch
-        self.fixed: dict[nn.Module, int | None] = {}
+        #: layers that ran on zeros, with the numbers of rows that they had there
+        self.seen: dict[nn.Module, set[int]] = {}
+        self._few = 0
 
     def run(self, part: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
-        if self.parts[part] <= self.fixed.keys():
+        if self.parts[part] <= self.seen.keys():
             return
         layers, self.parts[part] = self.parts[part], set()
-        rows = rows_of_zeros(part, layers, args, kwargs, batch)
-        self.fixed |= {layer: batch if batch in seen else None for layer, seen in rows.items()}
+        self._few = self._few or _another(args, kwargs, batch)
+        self.seen |= rows_of_zeros(part, layers, args, kwargs, batch, self._few)
+
+    def constant(self, layer: nn.Module, rows: int) -> bool:
+        """Whether the layer has so many rows with any batch, or does not follow the batch at all."""
+        seen = self.seen.get(layer, {self._few})
+        return self._few not in seen or (rows in seen and rows != self._few)
+
+
+def is_positions(layer: nn.Module, x: Tensor) -> bool:
+    """Whether these ids, `[t]` or `[1, t]`, are places in a table that has no batch dimension.
+
+    Only consecutive ids are: others might come from records, whose gradients would depend on one another.
+    """
+    if not isinstance(layer, nn.Embedding) or x.dim() > 2 or (x.dim() == 2 and x.shape[0] != 1):
+        return False
+    ids = x.flatten()
+    return torch.equal(ids, ids[:1] + torch.arange(len(ids), device=ids.device))
+
+
+def as_records(x: Tensor, out: Tensor, records: int) -> tuple[Tensor, Tensor]:
+    """Ids and output of a table of positions as every record has them, `[b, t]` and `[b, t, d]`.
+
+    Broadcasting gives each record the same numbers, so the network computes what it did; but now the gradient
+    of a record is its own.
+    """
+    ids = x.flatten()
+    return ids.expand(records, -1), out.view(len(ids), -1).expand(records, -1, -1)
+
+
+def _another(args: Any, kwargs: Any, batch: int) -> int:
+    """A number of records that no other dimension of the arguments has."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    taken = {batch, *(size for tensor in tensors for size in tensor.shape[1:])}
+    return next(few for few in count(2) if few not in taken)
 
 
 def rows_of_zeros(
-    module: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Any, batch: int
+    module: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Any, batch: int, few: int
 ) -> dict[nn.Module, set[int]]:
     """How many rows those of `layers` have that run, with another batch; the arguments hold `batch` records.
 
-    The model is run on two records of zeros, or three, of the shapes that it is called with: on no private
+    The model is run on `few` records of zeros, of the shapes that it is called with: on no private
     value. Buffers and random numbers are as before. A model that cannot be run on zeros is left alone: its
     layers are compared with the batch at every step, where the coincidence ends with the first batch of
     another size.
@@ -52,7 +87,6 @@ def rows_of_zeros(
         rows.setdefault(layer, set()).update(t.shape[0] for t in tensors if t.dim())
 
     try:
-        few = 3 if batch == 2 else 2
         args, kwargs = tree_map(lambda leaf: _zeros(leaf, batch, few), (args, kwargs))
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         cuda = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
-from gredp.gradient.batch_dimension import RowsOnZeros
+from gredp.gradient.batch_dimension import RowsOnZeros, as_records, is_positions
 from gredp.gradient.graph import in_graph
 from gredp.gradient.received import Received
 from gredp.gradient.state import UntrainedState
@@ -144,17 +144,20 @@ class Capture(Received):
             )
         x = leaves[places[0]].detach()
         expected = self._records(x)
+        constant = x.dim() > 0 and self._on_zeros.constant(layer, x.shape[0])
+        if constant and is_positions(layer, x):
+            (x, out), constant = as_records(x, out, expected), False
         if x.dim() == 0 or out.dim() == 0 or not x.shape[0] == out.shape[0] == expected:
             raise GredpError(
                 f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: "
                 "the first dimension of every layer's input and output must be the batch, "
                 f"here {expected} records"
             )
-        if self._on_zeros.fixed.get(layer) == expected:
+        if constant:
             raise GredpError(
                 f"{unit.name} ({type(layer).__name__}) has {expected} rows whatever the batch: they are no "
                 "records, though as many here, and would be clipped in their place; give it [batch, ...] as "
-                "input, position ids by ids.expand(len(x), -1)"
+                "input (position ids by ids.expand(len(x), -1)), or freeze it"
             )
         if self._pending_pass is not None:  # parts of the model are called without its own forward
             self._pass += 1
