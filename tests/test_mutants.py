@@ -220,11 +220,6 @@ MUTANTS = [
         (test_batch_dimension.Scrambled, "places", {}),
     ),
     Mutant(
-        bugs.broadcast_positions_left_to_the_first_record,
-        test_batch_dimension.test_positions_that_are_broadcast_are_clipped_record_by_record,
-        (test_batch_dimension.OneRow, 9),
-    ),
-    Mutant(
         bugs.reductions_taken_at_their_word,
         test_reduction.test_one_record_moves_the_sum_by_at_most_the_clip_norm_whatever_the_loss_is_said_to_be,
     ),

@@ -369,11 +369,6 @@ def every_shared_table_taken_for_positions(patch: Patch) -> None:
     patch.setattr(capture, "is_positions", lambda layer, x: isinstance(layer, torch.nn.Embedding))
 
 
-def broadcast_positions_left_to_the_first_record(patch: Patch) -> None:
-    """The gradient that all records have at a shared table counts as one record's."""
-    patch.setattr(capture, "as_records", lambda x, out, records: (x.view(1, -1), out.view(1, x.numel(), -1)))
-
-
 def reductions_taken_at_their_word(patch: Patch) -> None:
     """A summed loss that is said to be a mean: one record changes the weight of all others."""
     patch.setattr(reduction.LossReduction, "look", lambda self, layer, gradient: None)
