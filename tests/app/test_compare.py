@@ -1,6 +1,7 @@
 """`gredp compare`: the statistics against known cases, and a small comparison from end to end."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,10 @@ from scipy import stats
 from gredp import GredpError
 from gredp.app.cli import main
 from gredp.app.compare import LEVEL, ComparedRun, CompareSettings, summary
-from gredp.app.jobs import run_jobs
+from gredp.app.jobs import command, run_jobs
 from gredp.app.merge_settings import named, resolved
 from gredp.app.settings import TrainSettings
+from gredp.app.signals import Stopped
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.ledger import Entry
@@ -53,6 +55,26 @@ def test_the_epsilon_of_each_run_stands_beside_what_all_compose_to(tmp_path, cap
     found["gredp"] = records([0.8, 0.9])  # of a version that kept no ledger
     main(words)
     assert "all 4 on the same records: not known" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_comparison_that_was_stopped_says_what_it_keeps(tmp_path, capsys, monkeypatch):
+    def stopped(jobs, out, *_):
+        (out / f"{jobs[0].name}.json").write_text(json.dumps({"command": command(jobs[0])}))
+        raise Stopped(15)
+
+    monkeypatch.setattr("gredp.app.compare.run_jobs", stopped)
+    words = ["compare", "--methods", "dpsgd", "gredp", "--seeds", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["gredp", *words])
+    for _ in range(2):  # the command that it names is accepted
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 143
+        message = capsys.readouterr().err
+        assert (
+            f"; 1 of 4 runs are done and kept in {tmp_path}, others have checkpoints; resume with: "
+            in message
+        )
+        monkeypatch.setattr("sys.argv", shlex.split(message.rpartition("resume with: ")[2]))
 
 
 def test_intervals_and_differences_are_those_of_the_textbook():

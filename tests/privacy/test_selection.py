@@ -1,6 +1,7 @@
 """The price of choosing: against the theorem written out, and against brute force on small mechanisms."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from dp_accounting import dp_event, rdp
 from dp_accounting.privacy_accountant import NeighboringRelation
 
 from gredp.errors import GredpError
-from gredp.privacy.accountant import ORDERS, epsilon
+from gredp.privacy.accountant import ORDERS, deltas, epsilon
 from gredp.privacy.ledger import Entry
 from gredp.privacy.selection import calibrate_selection, draw_trials, selected_epsilon
 
@@ -108,3 +109,34 @@ def test_numbers_that_are_none_are_refused(trials):
 def test_targets_out_of_reach_are_refused():
     with pytest.raises(GredpError, match="the scores and the choice alone cost"):
         calibrate_selection(0.01, DELTA, 0.1, 100, Entry(1.0, 1.0, 1), 5)
+
+
+def test_a_choice_composes_with_other_steps_and_with_other_choices():
+    """Against dp-accounting's own composition; "pld" has no other bound to offer."""
+    trial = [Entry(4.0, 0.1, 50), Entry(6.0, 1.0, 1)]
+    rest = [Entry(3.0, 0.05, 40)]
+    ledger = [replace(e, trials=t, choice=name) for t, name in ((4.0, "a"), (2.0, "b")) for e in trial]
+
+    def event(entry):
+        gaussian = dp_event.GaussianDpEvent(entry.noise_multiplier)
+        return dp_event.SelfComposedDpEvent(
+            dp_event.PoissonSampledDpEvent(entry.sample_rate, gaussian), entry.steps
+        )
+
+    accountant = rdp.RdpAccountant(ORDERS)
+    for trials in (4.0, 2.0):
+        one = dp_event.ComposedDpEvent([event(e) for e in trial])
+        accountant.compose(dp_event.RepeatAndSelectDpEvent(one, trials, 1.0))
+    accountant.compose(event(rest[0]))
+    wanted = accountant.get_epsilon(1e-5)
+    for name in ("pld", "rdp"):
+        assert wanted <= epsilon([*ledger, *rest], 1e-5, name) <= wanted * (1 + 1e-6)
+    assert epsilon(ledger[:2], 1e-5) == selected_epsilon(trial, 4.0, 1e-5)
+    assert epsilon([*ledger, Entry(0.0, 0.1, 1)], 1e-5) == math.inf
+    with pytest.raises(GredpError, match="no composition of its steps"):
+        deltas(ledger, [1.0])
+    with pytest.raises(GredpError, match="one mean number of trials"):
+        epsilon([ledger[0], replace(ledger[1], trials=3.0)], 1e-5)
+    for wrong in ({"trials": 4.0}, {"choice": "a"}, {"trials": 0.5, "choice": "a"}):
+        with pytest.raises(GredpError, match="trials go with a choice by name"):
+            replace(rest[0], **wrong)

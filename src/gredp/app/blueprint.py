@@ -100,6 +100,12 @@ def read_model(file: Path) -> tuple[Blueprint, nn.Module, str]:
     return blueprint, network.eval(), digest
 
 
+def blueprint_of(content: bytes) -> Blueprint:
+    """Of the content of a model file that this version has written."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return _blueprint(json.loads(header["__metadata__"][KEY]))
+
+
 def _blueprint(values: dict[str, Any]) -> Blueprint:
     found = {field.name: values[field.name] for field in fields(Blueprint)}
     for name in ("input_shape", "classes", "image"):

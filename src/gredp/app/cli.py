@@ -26,11 +26,12 @@ from gredp.app.signals import Stopped, handled_by, stop_now
 from gredp.app.tune import TuneSettings, tune
 from gredp.errors import GredpError, PeerFailed
 from gredp.paper.command import ReproduceSettings, run_reproduce
-from gredp.privacy.accountant import AccountantName, in_turns, round_up
+from gredp.privacy.accountant import AccountantName, in_trials, in_turns, round_up
 from gredp.storage.files import one_line
 
 if TYPE_CHECKING:
     from gredp.app.train import Run
+    from gredp.privacy.ledger import Entry
 
 DATA_NAMES = f"{', '.join(fetchable())}; for schema, the path of a .csv"
 
@@ -101,7 +102,8 @@ def _try_report(run: "Run") -> Path | None:
 def run_tune(settings: TuneSettings) -> None:
     from gredp.app.console import show_run
 
-    show_run(tune(settings), settings.json)
+    run = tune(settings)
+    show_run(run, settings.json, _try_report(run))
 
 
 def run_ledger(settings: LedgerSettings) -> None:
@@ -114,7 +116,7 @@ def run_ledger(settings: LedgerSettings) -> None:
         ("proven ε", f"{round_up(found.proven_epsilon)} at δ = {found.delta}, {found.neighbors}"),
         ("steps", f"{written.steps}, {written.inherited} of them before training began"),
         *(
-            ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}{in_turns(e.bands)}")
+            ("", f"{e.steps} × z = {e.noise_multiplier:.6g} at rate {e.sample_rate:.6g}{_how(e)}")
             for e in written.entries
         ),
         ("starts", str(written.incarnations)),
@@ -122,6 +124,10 @@ def run_ledger(settings: LedgerSettings) -> None:
         ("seal", f"{written.seals[-1][:16]}…, all {len(written.seals)} lines verified"),
     ]
     show(settings.json, found.to_json(), f"ledger of {settings.run}", rows)
+
+
+def _how(entry: "Entry") -> str:
+    return in_turns(entry.bands) + in_trials(entry.trials)
 
 
 def run_data(settings: DataSettings) -> None:

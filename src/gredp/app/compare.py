@@ -20,6 +20,7 @@ import numpy as np
 
 from gredp.app.jobs import command, read_record, run_jobs
 from gredp.app.settings import OF_ONE_START, TrainSettings, option
+from gredp.app.signals import Stopped
 from gredp.errors import GredpError
 from gredp.mechanisms import methods
 from gredp.privacy.accountant import epsilon, round_up
@@ -104,7 +105,12 @@ def run_compare(settings: CompareSettings, named: Collection[str]) -> None:
         for name in settings.methods
     ]
     _reject_another(out, trials)
-    run_jobs(trials, out, out / "runs", settings.workers or len(os.sched_getaffinity(0)), {})
+    try:
+        run_jobs(trials, out, out / "runs", settings.workers or len(os.sched_getaffinity(0)), {})
+    except Stopped as stop:
+        done = sum(read_record(out, trial) is not None for trial in trials)
+        kept = f"; {done} of {len(trials)} runs are done and kept in {out}, others have checkpoints"
+        raise Stopped(stop.status - 128, f"{kept}; resume with: {head['command']}") from None
     result = summary({name: _records(out, trials, name) for name in settings.methods})
     save(out / "comparison.json", head | {"settings": shared} | result)
     draw(result, out / "comparison.svg")

@@ -312,6 +312,10 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
 def saved_settings(folder: str) -> TrainSettings:
     """Those of the run in `folder`, to resume it."""
     values = read_document(Path(folder) / FILE)
+    if "tuning" in values:
+        raise GredpError(
+            f"{folder} is a choice of gredp tune: its own command resumes it, and it cannot be forked"
+        )
     try:
         return replace(TrainSettings(**current_names(values["settings"])), resume=folder)
     except (TypeError, KeyError) as error:

@@ -2,26 +2,32 @@
 
 No torch until it trains. The guarantee is that of `gredp.privacy.selection`: the chosen model, its settings
 and its score are released; the number of trials and all of the others are not, and are deleted. No file that
-is kept tells when a trial began or ended.
+is kept tells when a trial began or ended, and no line that is printed how many there were. A choice that a
+signal stopped keeps its finished trials unseen (`choice.py`); the same command resumes it.
 """
 
+import json
 import math
 import os
-import tempfile
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+import shlex
+import shutil
+import sys
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gredp.app.settings import TrainSettings, option
+from gredp.app.choice import Choice, is_unfinished
+from gredp.app.settings import FILE, MAY_CHANGE, TrainSettings, option
 from gredp.app.signals import Stopped
 from gredp.budget import Sampling
 from gredp.errors import GredpError
 from gredp.privacy.accountant import check_delta_for, epsilon
-from gredp.privacy.ledger import Entry
-from gredp.privacy.selection import calibrate_selection, check_trials, draw_trials, selected_epsilon
-from gredp.storage.files import make_folder, write
+from gredp.privacy.ledger import Entry, Ledger
+from gredp.privacy.selection import calibrate_selection, check_trials, draw_trials
+from gredp.storage.files import read_document, write, write_document
+from gredp.storage.record import plain_numbers
+from gredp.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from gredp.app.data import Splits
@@ -32,11 +38,11 @@ if TYPE_CHECKING:
 UNUSABLE: dict[str, tuple[str, ...]] = {
     "give its settings as options": ("recipe",),
     "it holds out --score-share of the records itself": ("validation",),
-    "its trials train on the records in memory": ("pretrained", "features"),
+    "its trials train on the records in memory (--features none for images)": ("pretrained", "features"),
     "losing trials and their number must stay unseen": ("track",),
     "a private choice needs private trials": ("claim", "insecure_seed"),
     "it prices independent steps of equal noise only": ("correlation_bands", "noise_schedule"),
-    "a choice has no ledger of its own": ("resume", "fork"),
+    "a choice is resumed by its own command, with the same --out": ("resume", "fork"),
 }
 
 
@@ -70,7 +76,7 @@ class TuneSettings(TrainSettings):
             raise GredpError(f"a private choice needs private trials: {self.method} training has no noise")
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise GredpError("gredp tune runs in one process: each of several would draw trials of its own")
-        if self.out is not None and Path(self.out).exists():
+        if self.out is not None and Path(self.out).exists() and not is_unfinished(Path(self.out)):
             raise GredpError(f"{self.out} exists already")
         if not self.candidates():
             raise GredpError("there is nothing to choose from: give --lrs and --momenta")
@@ -81,10 +87,11 @@ class TuneSettings(TrainSettings):
 def tune(settings: TuneSettings) -> "Run":
     """Choose, write `record.json` and `model.safetensors` of the best trial, return its record.
 
-    The proven ε of the record is that of the whole choice, at most the target. There is no ledger to resume
-    or fork from: the charges of one training alone would say too little.
+    The proven ε of the record is that of the whole choice, at most the target. The ledger is charged with the
+    whole choice before its first trial.
     """
     settings.check()
+    from gredp.app.blueprint import MODEL
     from gredp.app.data import load
     from gredp.app.train import Run
     from gredp.storage.record import header, new_folder, save, undate
@@ -92,22 +99,82 @@ def tune(settings: TuneSettings) -> "Run":
     head = header()
     whole = load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
     data, apart = _validation(whole, settings.score_share)
-    trial = _trial(settings, len(data.y_train))
+    spent = _trial(settings, len(data.y_train))
     out = Path(settings.out or new_folder(settings.dataset, "tuned"))
-    make_folder(out)  # before the first trial: a choice that finds no place would be lost
+    folder, choice, head["created"] = _begin(settings, out, spent, data, head["created"])
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            best = _best(settings, trial, data, apart, Path(folder))
-            record = _record(settings, trial, best) | head
-            weights = (best.run.folder / "model.safetensors").read_bytes()
+        _run_trials(choice, settings, spent, data, apart)
+        record = _record(settings, spent, choice) | {"starts": folder.ledger.written.incarnations} | head
+        write(out / MODEL, _released(choice.weights(), record["guarantee"]))
         save(out / "record.json", record)
-        write(out / "model.safetensors", weights)
+        choice.forget()
         undate(out, head["created"])
-    except BaseException:
-        with suppress(OSError):  # not empty: something was released
-            out.rmdir()
+        return Run(out, record)
+    except Stopped as stop:
+        kept = f"; nothing is released, and {choice.folder} keeps what is done: do not look into it"
+        raise Stopped(stop.status - 128, f"{kept}; resume with: {_command(out)}") from None
+    except GredpError:
+        shutil.rmtree(out, ignore_errors=True)
         raise
-    return Run(out, record)
+    finally:
+        folder.close()
+
+
+def _begin(
+    settings: TuneSettings, out: Path, spent: tuple[Entry, Entry], data: "Splits", day: str
+) -> tuple[RunFolder, Choice, str]:
+    """A new choice, or the one that was stopped in this folder; and the day on which it began."""
+    from gredp.app.dataset import describe_data
+    from gredp.randomness import Secret
+
+    kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
+    own = {name: kept.pop(name) for name in ("lrs", "momenta", "trials", "score_share", "score_noise")}
+    facts = {"settings": kept | {"accountant": "rdp"}, "tuning": own, "data": describe_data(data)}
+    facts = json.loads(json.dumps(facts | {"trial": [asdict(entry) for entry in spent]}))
+    if is_unfinished(out):
+        folder = RunFolder.open(out)
+        try:
+            saved = read_document(out / FILE)
+            if {name: saved.get(name) for name in facts} != facts:
+                raise GredpError(f"{out} holds a choice with other settings or data: choose another --out")
+            folder.ledger.start()
+            return folder, Choice.resume(out), saved["created"]
+        except BaseException:
+            folder.close()
+            raise
+    folder = RunFolder.create(out, _charged(settings, spent))  # before the first trial
+    try:
+        write_document(out / FILE, facts | {"created": day})
+        folder.ledger.start()
+        uniform = float(Secret().uniform(1, "trials"))
+        return folder, Choice.begin(out, draw_trials(settings.trials, uniform)), day
+    except BaseException:
+        folder.close()
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def _charged(settings: TuneSettings, spent: tuple[Entry, Entry]) -> list[Entry]:
+    """The whole choice, for the ledger."""
+    return [replace(entry, trials=settings.trials, choice="tune") for entry in spent]
+
+
+def _command(out: Path) -> str:
+    """The one that was given, with the folder if that was not named."""
+    from gredp.app.merge_settings import named
+
+    words = sys.argv[1:] if sys.argv[1:2] == ["tune"] else ["tune"]
+    place = [] if "out" in named(words) else ["--out", str(out)]
+    return shlex.join(["gredp", *words, *place])
+
+
+def _released(weights: bytes, guarantee: dict[str, Any]) -> bytes:
+    """The model file of the best trial, with the guarantee of the choice in place of its own."""
+    from safetensors.torch import load, save
+
+    from gredp.app.blueprint import blueprint_of
+
+    return save(load(weights), replace(blueprint_of(weights), guarantee=guarantee).metadata())
 
 
 def _trial(settings: TuneSettings, records: int) -> tuple[Entry, Entry]:
@@ -132,47 +199,33 @@ def _validation(data: "Splits", share: float) -> tuple["Splits", "Splits"]:
     return kept, replace(data, x_test=data.x_train[apart], y_test=data.y_train[apart])
 
 
-@dataclass(frozen=True)
-class Trial:
-    score: float
-    candidate: dict[str, float]
-    run: "Run"
-
-
-def _best(
-    settings: TuneSettings, spent: tuple[Entry, Entry], data: "Splits", apart: "Splits", folder: Path
-) -> Trial:
-    """All trials, one after the other; nothing is kept of those that lose."""
+def _run_trials(
+    choice: Choice, settings: TuneSettings, spent: tuple[Entry, Entry], data: "Splits", apart: "Splits"
+) -> None:
+    """Those that are left, one after the other; nothing is kept of those that lose."""
     import torch
 
+    from gredp.app.blueprint import MODEL
     from gredp.app.evaluate import score
     from gredp.app.train import train
     from gredp.gradient.noise import SecretSource
     from gredp.randomness import Secret
 
-    secret, best = Secret(), None
+    secret = Secret()
     source = SecretSource(secret)
     target = epsilon([spent[0]], settings.delta, "rdp")
     candidates = settings.candidates()
     shared = {field.name: getattr(settings, field.name) for field in fields(TrainSettings)}
-    for number in range(draw_trials(settings.trials, float(secret.uniform(1, "trials")))):
+    for number in range(choice.done, choice.trials):
         place = math.ceil(float(secret.uniform(1, "candidate", number)) * len(candidates)) - 1
-        changes = candidates[place] | {
-            "epsilon": target,
-            "accountant": "rdp",
-            "out": str(folder / str(number)),
-        }
-        try:
-            run = train(TrainSettings(**shared | changes), data=data)
-        except Stopped as stop:
-            raise Stopped(stop.status - 128, "; nothing was released, and nothing is kept") from None
+        own = {"epsilon": target, "accountant": "rdp", "out": str(choice.trial)}
+        run = train(TrainSettings(**shared | candidates[place] | own), data=data)
         _reject_other_charges(run.record["ledger"], spent[0])
         source.begin(number + 1)
         noise = float(source.normal((1,), torch.zeros(1, dtype=torch.float64)))
-        found = Trial(score(run, apart) + settings.score_noise * noise, candidates[place], run)
-        best = found if best is None or found.score > best.score else best
-    assert best is not None
-    return best
+        noisy = score(run, apart) + settings.score_noise * noise
+        weights = (run.folder / MODEL).read_bytes()
+        choice.add(noisy, candidates[place], plain_numbers(run.record), weights)
 
 
 def _reject_other_charges(ledger: list[dict[str, Any]], expected: Entry) -> None:
@@ -184,27 +237,32 @@ def _reject_other_charges(ledger: list[dict[str, Any]], expected: Entry) -> None
             raise GredpError(f"a trial was charged {entry}, not {expected}: nothing is released")
 
 
-def _record(settings: TuneSettings, spent: tuple[Entry, Entry], best: Trial) -> dict[str, Any]:
+def _record(settings: TuneSettings, spent: tuple[Entry, Entry], choice: Choice) -> dict[str, Any]:
     """That of the chosen run, with the ε of the choice in place of its own."""
-    run, left_out = best.run.record, ("ledger", "starts", "steps_lost", "metrics")
-    return {name: value for name, value in run.items() if name not in left_out} | {
+    assert choice.best is not None
+    best = choice.best
+    run, charged = best["record"], _charged(settings, spent)
+    proven = epsilon(charged, settings.delta, "rdp")
+    return run | {
         "settings": run["settings"] | {"epsilon": settings.epsilon},
         "guarantee": run["guarantee"]
         | {
-            "proven_epsilon": selected_epsilon(spent, settings.trials, settings.delta),
+            "proven_epsilon": proven,
             "claimed_epsilon": None,
             "noise_multiplier": spent[0].noise_multiplier,
         },
+        "ledger": Ledger(tuple(charged)).to_json(),
+        "metrics": [last | {"proven_epsilon": proven} for last in run["metrics"][-1:]],
         "selection": f"the best of a random number of private trainings, {settings.trials:g} on average, by "
         f"a noisy score on {settings.score_share:g} of the training records; the proven ε covers the choice"
         f"{settings.not_covered}",
         "tuning": {
             "candidates": settings.candidates(),
-            "chosen": best.candidate,
+            "chosen": best["candidate"],
             "mean_trials": settings.trials,
             "validation": settings.score_share,
             "score_noise": settings.score_noise,
-            "noisy_score": best.score,
+            "noisy_score": best["score"],
             "epsilon_of_one_training": epsilon([spent[0]], settings.delta, "rdp"),
         },
     }

@@ -8,10 +8,11 @@ correlated noise count as the mechanisms that one record can take part in (docs/
 |---|---|
 | nothing charged | 0 |
 | a multiplier of 0 | ∞ |
+| a private choice among it | Rényi orders, by `selection.composed_epsilon` |
 | every rate 1 | the closed form of the Gaussian mechanism ("pld") |
 | otherwise | Rényi orders ("rdp"); the smaller of these and privacy-loss distributions ("pld") |
 
-Error bound. Whatever rounding may have taken from a result is added to it. `_divergences` states the
+Error bound. Whatever rounding may have taken from a result is added to it. `renyi_divergences` states the
 allowance of Rényi orders; `loss_distribution` derives that of loss distributions, and counts it against δ: ε
 is the least with δ(ε) + allowance ≤ δ. For up to 10⁶ steps and δ ≥ 1e-9 that moves ε by less than 1e-4 of
 itself; below, by more where rare large losses prevail (a rate of 1e-4 at z = 1).
@@ -92,6 +93,10 @@ def spent_by(entries: Iterable[Entry]) -> Spent:
     """What costs something, alike mechanisms added up, those with the least noise first."""
     steps: dict[tuple[float, float], int] = {}
     for e in mechanisms(entries):
+        if e.choice:
+            raise GredpError(
+                "a private choice is no composition of its steps: its ε comes from `epsilon` alone"
+            )
         if e.steps and not math.isinf(e.noise_multiplier):
             kind = (min(e.noise_multiplier, 1e100), e.sample_rate)  # less noise than there was: safe
             steps[kind] = steps.get(kind, 0) + e.steps
@@ -107,6 +112,11 @@ def epsilon(entries: Iterable[Entry], delta: float, accountant: str = "pld") -> 
     """
     check_delta(delta)
     choose("accountant", accountant, ACCOUNTANTS)
+    entries = tuple(entries)
+    if any(entry.choice for entry in entries):
+        from gredp.privacy.selection import composed_epsilon
+
+        return composed_epsilon(entries, delta)
     spent = spent_by(entries)
     if not spent:
         return 0.0
@@ -183,17 +193,17 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
 def _rdp_epsilon(spent: Spent, delta: float) -> float:
     from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
-    return float(compute_epsilon(ORDERS, _divergences(spent), delta)[0])
+    return float(compute_epsilon(ORDERS, renyi_divergences(spent), delta)[0])
 
 
 def _rdp_deltas(spent: Spent, epsilons: list[float]) -> list[float]:
     from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-    divergences = _divergences(spent)
+    divergences = renyi_divergences(spent)
     return [float(compute_delta(ORDERS, divergences, eps)[0]) for eps in epsilons]
 
 
-def _divergences(spent: Spent) -> list[float]:
+def renyi_divergences(spent: Spent) -> list[float]:
     """The Rényi divergence of all steps at each order, never below the exact one.
 
     dp-accounting takes the logarithm of a sum that is 1 but for what was spent: divergences near 1e-16 come
@@ -282,6 +292,11 @@ def round_up(value: float, digits: int = 4) -> float:
     if not math.isfinite(value) or (abs(value) >= 1e15 and digits >= 0):  # there are no such digits
         return value
     return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING))
+
+
+def in_trials(trials: float) -> str:
+    """The same for a part of a private choice."""
+    return f", the best of {trials:g} trials on average" if trials else ""
 
 
 def in_turns(bands: int) -> str:

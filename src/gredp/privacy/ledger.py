@@ -27,6 +27,9 @@ class Entry:
     its own. The steps are then ⌈steps/bands⌉ such mechanisms (`mechanisms`), all of them alike (`one_kind`).
 
     `unit` is what was drawn and clipped: all entries of a ledger have the same.
+
+    With `trials`, it is part of one trial of a private choice named `choice`: a random number of such trials
+    was run, `trials` on average, and the best one released (`selection`).
     """
 
     noise_multiplier: float
@@ -36,6 +39,8 @@ class Entry:
     bands: int = 1
     split: str = ""
     unit: Unit = "record"
+    trials: float = 0.0
+    choice: str = ""
 
     def __post_init__(self) -> None:
         if math.isnan(self.noise_multiplier) or self.noise_multiplier < 0:
@@ -51,6 +56,8 @@ class Entry:
             raise GredpError(f"{self.bands} bands go with a split by name, not with {self.split!r}")
         if self.unit not in ("record", "person"):
             raise GredpError(f"the unit of privacy is record or person, not {self.unit!r}")
+        if bool(self.trials) != bool(self.choice) or (self.choice and (self.trials < 1 or self.split)):
+            raise GredpError(f"{self.trials:g} trials go with a choice by name, not with {self.choice!r}")
 
 
 def one_unit(entries: Iterable[Entry], unit: Unit) -> None:

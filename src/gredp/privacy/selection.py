@@ -10,11 +10,13 @@ same for pure DP. A fixed number of trials has no such bound: all of them must b
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 from gredp.errors import GredpError
-from gredp.privacy.accountant import ORDERS, check_delta, quiet, spent_by
+from gredp.privacy.accountant import ORDERS, Spent, check_delta, quiet, renyi_divergences, spent_by
 from gredp.privacy.calibrate import LARGEST, least_multiplier
-from gredp.privacy.ledger import Entry
+from gredp.privacy.ledger import Entry, one_unit
 
 
 def check_trials(trials: float) -> None:
@@ -33,9 +35,37 @@ def selected_epsilon(entries: Iterable[Entry], trials: float, delta: float) -> f
     """
     check_delta(delta)
     check_trials(trials)
-    spent = spent_by(entries)
-    if not spent or spent[0][0] == 0:
-        return math.inf if spent else 0.0
+    return composed_epsilon([replace(entry, trials=trials, choice="one") for entry in entries], delta)
+
+
+def composed_epsilon(entries: Iterable[Entry], delta: float) -> float:
+    """The proven ε of private choices and of all other steps together: their Rényi divergences add up.
+
+    Entries of one choice are the releases of one of its trials, whose number they all state.
+    """
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
+
+    groups: dict[str, list[Entry]] = {}
+    entries = tuple(entries)
+    for entry in entries:
+        one_unit(entries, entry.unit)
+        groups.setdefault(entry.choice, []).append(entry)
+    parts = []
+    for name, group in groups.items():
+        spent, trials = spent_by(replace(e, trials=0.0, choice="") for e in group), group[0].trials
+        if any(entry.trials != trials for entry in group):
+            raise GredpError(f"the choice {name!r} has one mean number of trials")
+        if spent and spent[0][0] == 0:
+            return math.inf
+        if spent:
+            parts.append(_of_choice(spent, trials) if name else renyi_divergences(spent))
+    total = [sum(of_order) for of_order in zip(*parts)]
+    return float(compute_epsilon(ORDERS, total, delta)[0]) if parts else 0.0
+
+
+@lru_cache(maxsize=256)
+def _of_choice(spent: Spent, trials: float) -> tuple[float, ...]:
+    """The divergence at each order of the best of a random number of trials."""
     from dp_accounting import dp_event, rdp
 
     trial = dp_event.ComposedDpEvent(
@@ -47,7 +77,7 @@ def selected_epsilon(entries: Iterable[Entry], trials: float, delta: float) -> f
     with quiet():
         accountant = rdp.RdpAccountant(ORDERS)
         accountant.compose(dp_event.RepeatAndSelectDpEvent(trial, float(trials), 1.0))
-        return float(accountant.get_epsilon(delta))
+    return tuple(float(divergence) for divergence in accountant.rdp)
 
 
 def calibrate_selection(

@@ -251,7 +251,7 @@ none,n/a,none
     assert parse_schema({**old, "missing": []}).dates == {}
     for value in ("20200103", "3.1.2020", "soon"):
         path = table(tmp_path, f"joined,work,y\n{value},none,some\n", DATES)
-        with pytest.raises(GredpError, match="row 1: joined is not an ISO date such as 2024-01-31$"):
+        with pytest.raises(GredpError, match=r"row 1: joined is not an ISO date such as 2024-01-31$"):
             encode(path, schema)
     for wrong in ('["2020-01-11", "2020-01-01"]', '["soon", "later"]', "[1, 2]", "[]"):
         path = table(tmp_path, schema=DATES.replace("[2020-01-01, 2020-01-11]", wrong))
@@ -260,8 +260,9 @@ none,n/a,none
 
 
 def test_a_proposal_knows_ids_dates_constants_and_none(tmp_path):
+    words = ("town", "none")
     lines = [
-        f"{1000 + 7 * i},p{i},2020-{1 + i % 12:02}-03,{'none' if i % 2 else 'town'},{i % 5 or 'none'},1,{'ab'[i % 2]}"
+        f"{1000 + 7 * i},p{i},2020-{1 + i % 12:02}-03,{words[i % 2]},{i % 5 or 'none'},1,{'ab'[i % 2]}"
         for i in range(30)
     ]
     (tmp_path / "mine.csv").write_text("\n".join(["id,name,day,work,kids,unit,y", *lines]))

@@ -1,6 +1,5 @@
 """What a run's folder says of it, read with distrust: ε comes from the ledger, whatever the record says."""
 
-import json
 import math
 import re
 from dataclasses import asdict, dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gredp.app.settings import FILE, TrainSettings
-from gredp.privacy.ledger import mechanisms
+from gredp.privacy.ledger import Ledger, mechanisms
 from gredp.storage.files import read_document, read_json
 from gredp.storage.record import load
 from gredp.storage.spent import Spent, spent
@@ -60,6 +59,11 @@ class Facts:
         return max((entry.bands for entry in self.spent.written.entries), default=1)
 
     @property
+    def trials(self) -> float:
+        """On average, if the ledger charges a private choice; otherwise 0."""
+        return max((entry.trials for entry in self.spent.written.entries), default=0.0)
+
+    @property
     def composed(self) -> int:
         """Mechanisms that are composed: with correlated noise, those that one record can take part in."""
         return sum(entry.steps for entry in mechanisms(self.spent.written.entries))
@@ -100,8 +104,8 @@ class Facts:
         if noted != counted and not math.isclose(noted, counted, rel_tol=SAME):
             found.append(f"the record says ε = {noted:.6g}, the ledger gives {counted:.6g}")
         entries = [asdict(entry) for entry in self.spent.written.entries]
-        noted_entries = [{"bands": 1, "split": "", "unit": "record", **row} for row in self.record["ledger"]]
-        if noted_entries != json.loads(json.dumps(entries)):
+        noted_entries = Ledger.from_json(self.record["ledger"]).to_json()
+        if noted_entries != entries:
             found.append("the record lists other steps than the ledger")
         return found
 
