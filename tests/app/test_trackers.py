@@ -1,6 +1,7 @@
 """Trackers, each against the library it speaks to and offline: what is read back is what was released."""
 
 import csv
+import io
 import json
 import math
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 from rich.progress import Task
+from rich.text import Text
 
 from gredp import GredpError
 from gredp.app.cli import main
@@ -246,3 +248,20 @@ def test_a_tracker_that_fails_is_left_out():
         several.finish({})
     assert len(said) == 1
     assert not several.trackers
+
+
+def test_the_bar_fits_into_80_columns(monkeypatch):
+    """With the longest figures that a run of a day has."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with Bar(console) as bar:
+        bar.begin(12345, 12000, 192)
+        monkeypatch.setattr(Throughput, "render", lambda *_: Text("12,345 records/s"))
+        bar.step(12001, 12.3456)
+        bar.update(12.3456, 0.98765)
+        bar.step(12002, 12.3456)
+        lines = console.render_lines(bar._progress.get_renderable(), pad=False)
+    (line,) = ("".join(part.text for part in parts) for parts in lines)
+    assert len(line) <= 80
+    assert line.endswith("ε ≤ 12.346  accuracy 0.988")
+    assert "12002/12345" in line
+    assert "12,345 records/s" in line

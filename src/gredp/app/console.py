@@ -1,11 +1,20 @@
 """What a person sees: a progress bar while it runs, a table at the end."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +32,10 @@ def progress_bar(*columns: ProgressColumn, console: Console | None = None, **opt
     return Progress(*shown, console=console or Console(stderr=True), **options)
 
 
+#: columns of a terminal that all beside the bar itself may take, and the least that is left for it
+BESIDE_BAR, NARROWEST = 73, 4
+
+
 class Throughput(ProgressColumn):
     """Records per second, from the expected batch size: the one that was drawn is secret."""
 
@@ -38,8 +51,23 @@ class Bar:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._progress = progress_bar(MofNCompleteColumn(), Throughput(), console=console)
+        console = console or Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(max(NARROWEST, min(40, console.width - BESIDE_BAR))),
+            TimeRemainingColumn(),
+            MofNCompleteColumn(),
+            Throughput(),
+            TextColumn("{task.fields[status]}"),
+        )
+        self._progress = Progress(*columns, console=console)
         self._accuracy = ""
+
+    def resumes(self, folder: Path, steps: int, done: int, epsilon: float, target: float) -> None:
+        """What a resumed run continues with."""
+        spent = f"ε {round_up(epsilon, 3)} of {target:g}" if target < math.inf else "no ε"
+        line = f"resuming {folder}: {done} of {steps} steps are done, {spent} is spent"
+        self._progress.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def begin(self, steps: int, done: int, batch: int) -> None:
         """`done` of `steps` are charged already, each on `batch` records on average."""

@@ -1,5 +1,6 @@
 """The records of a run as its network sees them: read, turned into features, held out, augmented."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +11,11 @@ from gredp.app.data.augment import DRAWS, augmented
 from gredp.app.features.backbone import Backbone
 from gredp.app.features.cache import FeatureExtractor, extract_cached
 from gredp.app.features.scattering import Scattering
-from gredp.app.settings import TrainSettings
+from gredp.app.known_data import KNOWN
+from gredp.app.settings import FILE, TrainSettings
 from gredp.errors import GredpError
 from gredp.randomness import Secret
+from gredp.storage.files import read_document
 
 
 def centered(x: Tensor) -> Tensor:
@@ -47,6 +50,29 @@ class Records(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(x, self.y[indices]))
 
 
+def start_of(folder: Path) -> str | None:
+    """The working directory as seen from a run folder below it: dots alone; None if it is elsewhere."""
+    try:
+        depth = len(folder.resolve().relative_to(Path.cwd()).parts)
+    except ValueError:
+        return None
+    return "/".join([".."] * depth)
+
+
+def source_of(settings: TrainSettings) -> str:
+    """The dataset, or where it is now: a relative path leads from the folder that its run was started in.
+
+    A run notes that folder as seen from its own (`start_of`), so no file tells where either of them is.
+    """
+    dataset, run = settings.dataset, settings.resume or settings.fork
+    if run is None or dataset in KNOWN or not (Path(run) / FILE).exists():
+        return dataset
+    start = read_document(Path(run) / FILE).get("started_in")
+    there = None if start is None else Path(run) / start / dataset
+    given_anew = settings.resume is None and Path(dataset).exists()  # a fork may have data of its own
+    return dataset if there is None or given_anew or not there.exists() else str(there.resolve())
+
+
 def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Splits, FeatureExtractor | None]:
     """The records as the network sees them, and what has extracted their features."""
     extractor: FeatureExtractor | None = None
@@ -56,7 +82,7 @@ def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Spl
         extractor = Scattering()
     if given is not None and extractor is not None:
         raise GredpError("features are cached by dataset: data in memory cannot be used with them")
-    source = settings.dataset, settings.data_dir, settings.holdout, settings.image_size
+    source = source_of(settings), settings.data_dir, settings.holdout, settings.image_size
     data = given or load(*source)
     if extractor is not None:
         data = extract_cached(extractor, data, *source)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from gredp.app.average import WeightAverage
 from gredp.app.blueprint import Blueprint
 from gredp.app.data import Splits
-from gredp.app.dataset import Records, describe_data
+from gredp.app.dataset import Records, describe_data, start_of
 from gredp.app.features.cache import FeatureExtractor
 from gredp.app.features.normalize import certificate, release
 from gredp.app.known_data import usual_model
@@ -181,6 +181,7 @@ def _create_folder(session: Session) -> tuple[int, bytes]:
         "correlation_bands": session.optimizer.one_step.bands,
         "model": network(session.settings, session.data),
         "steps": session.steps,
+        "started_in": start_of(session.folder),
     }
     write_document(session.folder / FILE, session.facts() | plan)
     return session.engine.secret.incarnation, b""

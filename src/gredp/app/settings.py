@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gredp.app.known_data import EMBEDDED, fetchable
+from gredp.app.known_data import EMBEDDED, KNOWN, fetchable
 from gredp.app.learning_rate import Schedule
 from gredp.app.trackers import TrackerName, check_trackers
 from gredp.errors import GredpError
@@ -304,7 +304,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
         """The first setting that matters and differs from the saved one, with both values."""
         for field in fields(TrainSettings):
             before, now = getattr(saved, field.name), getattr(self, field.name)
-            if before != now and field.name not in MAY_CHANGE:
+            moved = field.name == "dataset" and now not in KNOWN and Path(before).name == Path(now).name
+            if before != now and field.name not in MAY_CHANGE and not moved:
                 return f"{option(field.name)} {before}, not {now}"
         return None
 

@@ -1,5 +1,6 @@
 """One run of `gredp train`: data, model, engine, epochs, record."""
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -74,6 +75,10 @@ def train(
             make = resume if settings.resume else begin
             session = make(settings, records, extractor, engine)
             session.progress = progress if first else None
+            if session.progress is not None and settings.resume:
+                spent, target = engine.get_epsilon(settings.delta), settings.epsilon
+                target = target if settings.private else math.inf
+                session.progress.resumes(session.folder, session.steps, session.charged, spent, target)
             tracked, run = TrackerGroup(trackers if first else ()), Run(session.folder, {})
             run_on_rank_zero(lambda: _start(session, tracked), "the start of the run")
             try:

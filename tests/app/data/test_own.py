@@ -21,6 +21,7 @@ from gredp.app.data import hold_out, load
 from gredp.app.data.holdout import held_out
 from gredp.app.data.schema_drafts import propose, template
 from gredp.app.data.tables import encode, parse_schema, read_schema
+from gredp.app.session import Session
 from gredp.app.settings import TrainSettings
 from gredp.app.signals import Stopped
 from gredp.app.train import train
@@ -577,3 +578,40 @@ def test_enormous_images_are_refused_before_they_are_unpacked(tmp_path, monkeypa
     monkeypatch.setattr("gredp.app.data.images.LARGEST_IMAGE", 47)
     with pytest.raises(GredpError, match="8×6 pixels, more than 47"):
         load(str(root))
+
+
+def test_a_run_resumes_from_another_folder_and_says_what(tmp_path, monkeypatch, capsys):
+    """Of a relative path; the run folder tells no more of the paths than was typed."""
+    home = tmp_path / "alice"
+    home.mkdir()
+    blobs(home)
+    monkeypatch.chdir(home)
+    honest, epochs = Session.save, []
+
+    def second_epoch_is_stopped(session):
+        honest(session)
+        epochs.append(session.charged)
+        if len(epochs) == 3:
+            raise Stopped(15)
+
+    monkeypatch.setattr(Session, "save", second_epoch_is_stopped)
+    with pytest.raises(SystemExit):
+        main(["train", "--data", "mine.csv", "--accountant", "rdp", "--out", "runs/one"])
+    shutil.copytree("runs/one", "runs/two")
+    assert "alice" not in (home / "runs/one/settings.json").read_text()
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    main(["train", "--resume", "alice/runs/one"])
+    steps = epochs[-1]
+    line = capsys.readouterr().err.partition("\n")[0]
+    assert re.fullmatch(
+        rf"resuming alice/runs/one: {epochs[2]} of {steps} steps are done, ε [\d.]+ of 2 is spent", line
+    )
+    assert json.loads((home / "runs/one/record.json").read_text())["settings"]["dataset"] == "mine.csv"
+    (home / "mine.csv").rename(tmp_path / "mine.csv")
+    (home / "mine.toml").rename(tmp_path / "mine.toml")
+    main(["train", "--resume", "alice/runs/two", "--data", str(tmp_path / "mine.csv"), "--json"])
+    for changed in (["--data", "other.csv"], ["--data", "digits"]):
+        with pytest.raises(SystemExit):
+            main(["train", "--resume", "alice/runs/two", *changed])
+        assert "was started with --dataset mine.csv" in capsys.readouterr().err
