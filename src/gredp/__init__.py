@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gredp.layers import PrivateMultiheadAttention as PrivateMultiheadAttention
     from gredp.layers import SpectralConv2d as SpectralConv2d
     from gredp.layers import WSConv2d as WSConv2d
+    from gredp.opacus_names import get_noise_multiplier as get_noise_multiplier
     from gredp.sampling import BatchMemoryManager as BatchMemoryManager
     from gredp.validation import ModuleValidator as ModuleValidator
     from gredp.validation import fix as fix
@@ -32,6 +33,7 @@ _HOMES = {
     "BatchMemoryManager": "gredp.sampling",
     "ModuleValidator": "gredp.validation",
     "fix": "gredp.validation",
+    "get_noise_multiplier": "gredp.opacus_names",
     "load": "gredp.app.predictor",
     "register_rule": "gredp.gradient.rules",
     "to_spectral": "gredp.validation",

@@ -21,6 +21,7 @@ from gredp.guarantee import Guarantee
 from gredp.mechanisms import mechanism
 from gredp.mechanisms.plan import Needs, positive_norm
 from gredp.mechanisms.registry import noise_scale
+from gredp.opacus_names import OpacusNames, without_opacus_options
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
 from gredp.privacy.ledger import one_unit
@@ -38,7 +39,6 @@ from gredp.sampling import PrivateLoader, poisson_loader
 from gredp.sampling.persons import PersonIds
 from gredp.sampling.same_records import reject_other_records
 from gredp.storage.checkpoint import contract
-from gredp.storage.resumable import Resumable
 from gredp.summary import Summary, html_table, run_on_zeros, summarize
 from gredp.validation import validate
 
@@ -51,7 +51,7 @@ class Private(NamedTuple):
     loader: PrivateLoader
 
 
-class PrivacyEngine(Resumable):
+class PrivacyEngine(OpacusNames):
     """Trains any PyTorch model privately; the training loop stays as it is.
 
     Formal guarantee. After T calls of `optimizer.step()` on batches of the returned loader, the model's
@@ -147,7 +147,7 @@ class PrivacyEngine(Resumable):
         if self.secure_mode and (noise_generator or getattr(data_loader, "generator", None)) is not None:
             raise GredpError("secure_mode draws from the engine's secret: remove the generators")
         bands = whole_bands(correlation_bands)
-        chosen = mechanism(method, noise, claim, clipping, bands, **options)
+        chosen = mechanism(method, noise, claim, clipping, bands, **without_opacus_options(options))
         schedule = checked_schedule(noise_schedule, bands)
         check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
         check_criterion(criterion, loss_reduction)

@@ -87,6 +87,7 @@ class PrivateOptimizer(Optimizer):
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
         self.original_optimizer = original
+        self._step_hooks: list[Callable[[PrivateOptimizer], Any]] = []
         self.capture = capture
         self.private_step = step
         self.ledger = ledger
@@ -210,8 +211,14 @@ class PrivateOptimizer(Optimizer):
         for name, parameter in self._parameters.items():
             released = gradients[name].div_(divisor).to(parameter.dtype)
             parameter.grad = released if parameter.requires_grad else None  # None: frozen in the meantime
+        for hook in self._step_hooks:
+            hook(self)
         self.original_optimizer.step()
         return loss
+
+    def attach_step_hook(self, hook: Callable[["PrivateOptimizer"], Any]) -> None:
+        """Call `hook(optimizer)` in every step, when the noisy gradients are there, before they are used."""
+        self._step_hooks.append(hook)
 
     def _reject_strangers(self) -> None:
         """Parameters that would move without a certificate, or stay where they are without a word."""

@@ -58,6 +58,9 @@ def check_criterion(criterion: Any, loss_reduction: str) -> None:
 
 
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    compiled = [part for part in module.modules() if hasattr(part, "_orig_mod")]
+    if any(parameter.requires_grad for part in compiled for parameter in part.parameters()):
+        raise GredpError("torch.compile hides the layers of the model: give make_private model._orig_mod")
     if errors := validate(module):
         raise errors[0]
     if isinstance(module, nn.parallel.DistributedDataParallel):

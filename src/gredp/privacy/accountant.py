@@ -25,9 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gredp.errors import GredpError, choose
+from gredp.privacy.certificate import Certificate, Release
 from gredp.privacy.ledger import Entry, Ledger, mechanisms
 
 #: (multiplier, rate, steps)
@@ -272,13 +273,37 @@ class Accountant:
     """The view of a ledger that an Opacus user knows: `accountant.get_epsilon(delta=1e-5)`."""
 
     def __init__(self, ledger: Ledger, name: str = "pld") -> None:
+        if name == "gdp":
+            raise GredpError(
+                "accountant 'gdp' is not offered: its ε is a limit that may lie below the true one"
+            )
         choose("accountant", name, ACCOUNTANTS)
         self.ledger = ledger
         self.name: str = name
 
-    def get_epsilon(self, delta: float) -> float:
-        """The proven ε spent so far."""
+    def get_epsilon(self, delta: float, alphas: object = None) -> float:
+        """The proven ε spent so far. `alphas`, Opacus' Rényi orders, are not needed: ours are always tried."""
         return epsilon(self.ledger.entries, delta, self.name)
+
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        """(noise multiplier, sampling rate, steps) of all that was charged."""
+        return [(e.noise_multiplier, e.sample_rate, e.steps) for e in self.ledger.entries]
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Charge a step that was made elsewhere; those of our optimizer are charged by themselves."""
+        self.ledger.charge(Certificate((Release("a step elsewhere", 1.0, noise_multiplier),)), sample_rate)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"history": self.history, "mechanism": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Charge all of a `state_dict` to a ledger that is still empty."""
+        if self.ledger.steps:
+            raise GredpError("the accountant has charged steps of its own: load into a new engine")
+        for multiplier, rate, steps in state["history"]:
+            for _ in range(steps):
+                self.step(noise_multiplier=multiplier, sample_rate=rate)
 
     def __len__(self) -> int:
         return self.ledger.steps

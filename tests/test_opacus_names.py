@@ -1,0 +1,144 @@
+"""Names and arguments of Opacus that its users call every day."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gredp
+from gredp import GredpError, PrivacyEngine
+from gredp.privacy.accountant import epsilon
+from gredp.privacy.ledger import Entry
+
+
+def private(engine, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    data = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())
+    return engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=5),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **settings,
+    )
+
+
+def epoch(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("option", [{"wrap_model": False}, {"wrap_model": True}, {"rand_on_empty": True}])
+def test_arguments_that_ask_for_what_is_always_so_are_taken(option):
+    model, _, _ = private(PrivacyEngine(), **option)
+    assert type(model) is nn.Linear
+
+
+def test_the_tolerance_of_opacus_leaves_epsilon_within_the_target():
+    engine, model = PrivacyEngine(accountant="rdp"), nn.Linear(4, 2)
+    data = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=5),
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        epochs=1,
+        max_grad_norm=1.0,
+        epsilon_tolerance=0.1,
+    )
+    epoch(model, optimizer, loader)
+    assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
+
+
+def test_a_model_is_made_compatible_or_named():
+    engine, model = PrivacyEngine(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(GredpError, match="BatchNorm1d"):
+        engine.validate(module=model, optimizer=None, data_loader=None)
+    fixed = engine.get_compatible_module(model)
+    engine.validate(module=fixed)
+    assert isinstance(fixed[1], nn.GroupNorm)
+    with pytest.raises(GredpError, match="LSTMCell"):
+        engine.get_compatible_module(nn.Sequential(nn.LSTMCell(3, 4)))
+
+
+def test_a_checkpoint_under_their_names_keeps_what_was_spent(tmp_path):
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = private(engine)
+    engine.save_checkpoint(path=tmp_path / "run", module=model, optimizer=optimizer)
+    epoch(model, optimizer, loader)
+    engine.save_checkpoint(path=tmp_path / "run", module=model, checkpoint_dict={"epoch": 1})
+    spent, weights = engine.get_epsilon(1e-5), model.weight.clone()
+    engine.detach()
+    again = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = private(again)
+    assert again.load_checkpoint(path=tmp_path / "run", module=model, optimizer=optimizer) == {"epoch": 1}
+    assert again.get_epsilon(1e-5) == spent
+    assert torch.equal(model.weight, weights)
+    with pytest.raises(GredpError, match="noise_scheduler has no part"):
+        again.save_checkpoint(path=tmp_path / "run", noise_scheduler=object())
+
+
+def test_the_accountant_counts_and_hands_over_its_history():
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = private(engine)
+    epoch(model, optimizer, loader)
+    accountant = engine.accountant
+    assert len(accountant) == 4
+    assert accountant.history == [(pytest.approx(1.0), 0.25, 4)]
+    state = json.loads(json.dumps(accountant.state_dict()))
+    other = PrivacyEngine(accountant="rdp").accountant
+    other.load_state_dict(state)
+    assert other.get_epsilon(delta=1e-5) == accountant.get_epsilon(1e-5, alphas=[2, 3])
+    other.step(noise_multiplier=2.0, sample_rate=0.5)
+    spent = [Entry(1.0, 0.25, 4), Entry(2.0, 0.5, 1)]
+    assert other.get_epsilon(1e-5) == pytest.approx(epsilon(spent, 1e-5, "rdp"))
+    with pytest.raises(GredpError, match="a new engine"):
+        other.load_state_dict(state)
+
+
+def test_an_accountant_that_may_promise_too_much_is_rejected():
+    with pytest.raises(GredpError, match="may lie below the true one"):
+        PrivacyEngine(accountant="gdp")
+
+
+@pytest.mark.parametrize("length", [{"steps": 50}, {"epochs": 5}])
+def test_the_multiplier_meets_the_target(length):
+    z = gredp.get_noise_multiplier(
+        target_epsilon=2, target_delta=1e-5, sample_rate=0.1, accountant="rdp", **length
+    )
+    assert 1.99 < epsilon([Entry(z, 0.1, 50)], 1e-5, "rdp") <= 2
+
+
+@pytest.mark.parametrize("wrong", [{}, {"steps": 1, "epochs": 1}, {"steps": 1, "sample_rate": 2.0}])
+def test_a_multiplier_needs_one_length_and_a_rate(wrong):
+    with pytest.raises(GredpError):
+        gredp.get_noise_multiplier(**{"target_epsilon": 2, "target_delta": 1e-5, "sample_rate": 0.1} | wrong)
+
+
+def test_hooks_see_the_noisy_gradients_of_every_step():
+    model, optimizer, loader = private(PrivacyEngine())
+    seen = []
+    optimizer.attach_step_hook(lambda o: seen.append(o.param_groups[0]["params"][0].grad.clone()))
+    epoch(model, optimizer, loader)
+    assert len(seen) == 4
+    assert all(gradient.any() for gradient in seen)
+
+
+def test_a_compiled_model_is_rejected_with_what_to_give():
+    engine = PrivacyEngine()
+    model = torch.compile(nn.Linear(4, 2))
+    with pytest.raises(GredpError, match="_orig_mod"):
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(torch.zeros(4, 4)), batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
