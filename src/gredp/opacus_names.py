@@ -97,7 +97,7 @@ def get_noise_multiplier(
     | `epsilon_tolerance` | `None` | of Opacus; the result here is always on the private side of the target |
 
     >>> round(get_noise_multiplier(target_epsilon=2, target_delta=1e-5, sample_rate=1.0, steps=1), 3)
-    1.812
+    1.994
     """
     if (epochs is None) == (steps is None):
         raise GredpError("get_noise_multiplier takes epochs or steps, one of them")
