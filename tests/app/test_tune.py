@@ -120,7 +120,7 @@ def test_the_record_says_that_a_held_out_test_is_not_covered():
     spent = (Entry(1.0, 0.1, 10), Entry(5.0, 1.0, 1))
     said = module._record(TuneSettings(dataset="x.csv", holdout=0.2), spent, best)["selection"]
     assert said.endswith(
-        "covers the choice; the test accuracy is measured on held-out records, which ε does not cover"
+        "covers the choice; test figures are measured on held-out records, which ε does not cover"
     )
     assert module._record(TuneSettings(), spent, best)["selection"].endswith("covers the choice")
 

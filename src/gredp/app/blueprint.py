@@ -43,11 +43,13 @@ class Blueprint:
     schema: Schema | None = None
     features: dict[str, Any] | None = None
     guarantee: dict[str, Any] | None = None
+    #: range of the number that it predicts; None for classes
+    target: tuple[float, float] | None = None
     version: int = VERSION
 
     def build(self) -> nn.Module:
         """The network as it was before training."""
-        network = build(self.network, self.input_shape, len(self.classes), self.block)
+        network = build(self.network, self.input_shape, len(self.classes) or 1, self.block)
         if not self.normalized:
             return network
         # Files have its parameters under the name "normalise".
@@ -107,8 +109,9 @@ def blueprint_of(content: bytes) -> Blueprint:
 
 
 def _blueprint(values: dict[str, Any]) -> Blueprint:
-    found = {field.name: values[field.name] for field in fields(Blueprint)}
-    for name in ("input_shape", "classes", "image"):
+    found = {field.name: values[field.name] for field in fields(Blueprint) if field.name in values}
+    found.setdefault("target", None)  # files from before there was one
+    for name in ("input_shape", "classes", "image", "target"):
         found[name] = None if found[name] is None else tuple(found[name])
     if found["schema"] is not None:
         found["schema"] = parse_schema(found["schema"])

@@ -25,7 +25,7 @@ from gredp.errors import GredpError
 from gredp.mechanisms import methods
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Ledger
-from gredp.storage.record import accuracy, dumps, header, save, undate
+from gredp.storage.record import accuracy, dumps, header, save, shown_accuracy, undate
 
 if TYPE_CHECKING:
     Name = str
@@ -90,7 +90,10 @@ class ComparedRun:
         own = {"method": chosen.method, "noise": chosen.noise, "claim": "proven", "seed": self.seed}
         words = []
         for name, value in (own | self.shared).items():
-            words += [option(name)] if value is True else [option(name), str(value)]  # a flag has no value
+            several = value if isinstance(value, tuple) else (value,)
+            words += (
+                [option(name)] if value is True else [option(name), *map(str, several)]
+            )  # a flag: no value
         return words
 
 
@@ -156,6 +159,7 @@ def summary(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         pair |= {"corrected_p": least, "significant": least < LEVEL}
     every = [record for found in records.values() for record in found]
     return {
+        "measure": accuracy(every[0])[0],
         "methods": methods,
         "differences": pairs,
         "level": LEVEL,
@@ -202,7 +206,8 @@ def _show(result: dict[str, Any], out: Path) -> None:
         )
         for name, found in result["methods"].items()
     ]
-    table("accuracy, %", rows, ("method", "mean", "95 % interval", "proven ε, each run", "its runs together"))
+    label = shown_accuracy(result["measure"], 0.0)[0]
+    table(f"{label}, %", rows, ("method", "mean", "95 % interval", "proven ε, each run", "its runs together"))
     pairs = [
         (
             " − ".join(pair["pair"]),
@@ -240,6 +245,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             error = [[100 * (found["mean"] - low)], [100 * (high - found["mean"])]]
             axes.errorbar(100 * found["mean"], place + 0.15, xerr=error, fmt="k|", capsize=3)
         axes.set_yticks(range(len(result["methods"])), list(result["methods"]))
-        what = "accuracy, % (dots: runs; bars: 95 % interval of the mean)"
+        label = shown_accuracy(result["measure"], 0.0)[0]
+        what = f"{label}, % (dots: runs; bars: 95 % interval of the mean)"
         axes.set(xlabel=f"{what}\n{together(result)}")
         axes.invert_yaxis()

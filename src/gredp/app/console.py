@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gredp.guarantee import Guarantee
 from gredp.privacy.accountant import delta_times, round_up
-from gredp.storage.record import accuracy, dumps
+from gredp.storage.record import accuracy, dumps, shown_accuracy
 
 if TYPE_CHECKING:
     from gredp.app.train import Run
@@ -42,6 +42,10 @@ class Throughput(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed * task.fields['batch']:,.0f} records/s")
+
+
+#: a table of confusions is shown for so many classes
+FEW_CLASSES = 6
 
 
 class Bar:
@@ -78,9 +82,9 @@ class Bar:
         """`epsilon` is at least what was spent: that of the end of the epoch."""
         self._show(f"ε ≤ {round_up(epsilon, 3)}", completed=done)
 
-    def update(self, epsilon: float, accuracy: float) -> None:
+    def update(self, epsilon: float, accuracy: float, name: str = "accuracy") -> None:
         """The end of an epoch."""
-        self._accuracy = f"accuracy {accuracy:.3f}"
+        self._accuracy = f"{shown_accuracy(name, accuracy)[0]} {accuracy:.3f}"
         self._show(f"ε {round_up(epsilon, 3)}")
 
     def _show(self, spent: str, **changes: Any) -> None:
@@ -121,9 +125,11 @@ def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
     record, settings = run.record, run.record["settings"]
     guarantee = Guarantee.from_json(record["guarantee"])
     name, share = accuracy(record)
-    result = {**record["guarantee"], name: share, "run": str(run.folder)}
+    found = record.get("evaluation", {})
+    result = {**record["guarantee"], name: share, "evaluation": found, "run": str(run.folder)}
     rows = [
-        (name.replace("_", " "), f"{100 * share:.2f} %"),
+        shown_accuracy(name, share),
+        *evaluation_rows(found),
         *guarantee.rows(),
         ("δ × records", delta_times(guarantee.delta, record["data"]["records"])),
         ("run", str(run.folder)),
@@ -132,7 +138,11 @@ def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
     if report is not None:
         rows.append(("report", str(report)))
     if settings.get("holdout") or settings.get("validation"):
-        rows.insert(1, ("not covered by ε", f"that accuracy: its {held} records were held out of yours"))
+        about = "these figures" if found else "that accuracy"
+        place = 1 + len(evaluation_rows(found))
+        rows.insert(place, ("not covered by ε", f"{about}: their {held} records were held out of yours"))
+    if found.get("warning"):
+        rows.insert(0, ("WARNING", f"the model {found['warning']}"))
     if record["insecure"]:
         rows.insert(0, ("INSECURE", "ε gives no protection against anyone who knows --insecure-seed"))
     if "tuning" in record:
@@ -144,3 +154,26 @@ def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
     show(
         as_json, result, f"{settings['model']} on {record['data']['name']}, method {settings['method']}", rows
     )
+    if not as_json and 0 < len(found.get("classes", ())) <= FEW_CLASSES:
+        names = [row["class"] for row in found["classes"]]
+        counts = [(name, *map(str, row)) for name, row in zip(names, found["confusion"])]
+        table("records by class (down) and prediction (across)", counts, ("", *names))
+
+
+def evaluation_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a record keeps of its evaluation, in few lines."""
+    if "mae" in found:
+        low, high = found["target"]
+        flat = f"{found['mae_of_the_median']:.4g} for the median of these records"
+        return [("mean absolute error", f"{found['mae']:.4g} in [{low:g}, {high:g}]; {flat}")]
+    if not found:
+        return []
+    most, seen = found["majority"], [row for row in found["classes"] if row["records"]]
+    worst = min(seen, key=lambda row: row["recall"])
+    right = f"{round(worst['recall'] * worst['records'])} of {worst['records']}"
+    area = "" if found["auc"] is None else f", AUC {found['auc']:.4f}"
+    return [
+        ("balanced accuracy", f"{100 * found['balanced_accuracy']:.2f} %{area}"),
+        ("majority's share", f"{100 * most['share']:.2f} %, class {most['class']}"),
+        ("worst recall", f"{100 * worst['recall']:.2f} %, class {worst['class']}: {right}"),
+    ]

@@ -83,9 +83,14 @@ def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Spl
     if given is not None and extractor is not None:
         raise GredpError("features are cached by dataset: data in memory cannot be used with them")
     source = source_of(settings), settings.data_dir, settings.holdout, settings.image_size
-    data = given or load(*source)
+    data = given or load(*source, settings.target_range)
     if extractor is not None:
         data = extract_cached(extractor, data, *source)
+    if data.schema is not None and data.schema.shares is not None and settings.clipping == "automatic":
+        raise GredpError(
+            "automatic clipping makes all gradients equally long, whatever the weight of their class: with "
+            "shares in the schema use --clipping flat"
+        )
     if settings.augment and len(data.input_shape) != 3:
         raise GredpError(f"--augment draws views of images, not of rows of {data.input_shape[0]} features")
     return (hold_out(data, settings.validation) if settings.validation else data), extractor
@@ -102,6 +107,7 @@ def describe_data(data: Splits, extractor: FeatureExtractor | None = None) -> di
         "records": len(data.x_train),
         "test_records": len(data.x_test),
         "classes": data.classes,
+        **({} if data.target is None else {"target": list(data.target)}),
         "input_shape": list(data.input_shape),
         "front": None if extractor is None else extractor.identity(),
     }

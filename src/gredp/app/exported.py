@@ -33,6 +33,10 @@ class Whole(nn.Module):
     def __init__(self, predictor: Predictor) -> None:
         super().__init__()
         blueprint, extract = predictor.blueprint, predictor.extract
+        if blueprint.target is not None:
+            raise GredpError(
+                "gredp export knows classes, and this model predicts a number: use gredp predict"
+            )
         shape = blueprint.image or blueprint.input_shape
         #: of one record
         self.shape = tuple(shape)

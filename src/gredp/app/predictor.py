@@ -15,6 +15,7 @@ from gredp.app.data.datasets import pixels, scaled
 from gredp.app.data.images import read_scaled
 from gredp.app.data.tables import Schema, column_parts, encode_inputs
 from gredp.app.dataset import centered
+from gredp.app.evaluate import Regression
 from gredp.app.image_folders import ENDINGS
 from gredp.errors import GredpError
 from gredp.guarantee import Guarantee
@@ -42,6 +43,8 @@ class Predictor:
         file = path / MODEL if path.is_dir() or path.suffix != ".safetensors" else path
         self.blueprint, self.network, self.sha256 = read_model(file)
         self.guarantee = Guarantee.from_json(self.blueprint.guarantee or {})
+        target = self.blueprint.target
+        self.target = None if target is None else Regression(*target)
         self.extract = self.blueprint.extractor(file.parent)
 
     @property
@@ -51,21 +54,27 @@ class Predictor:
 
     def predict_proba(self, inputs: Any) -> NDArray[np.float64]:
         """`[n, classes]`."""
+        if self.target is not None:
+            raise GredpError("the model predicts a number and has no probabilities: use predict")
         return np.concatenate([p for _, p in self.stream(inputs)])
 
     def predict(self, inputs: Any) -> NDArray[Any]:
-        """`[n]` of `classes_`."""
+        """`[n]` of `classes_`, or of numbers in the target's range."""
+        if self.target is not None:
+            return np.concatenate([p[:, 0] for _, p in self.stream(inputs)])
         return np.asarray(self.classes_[self.predict_proba(inputs).argmax(1)])
 
     def stream(self, inputs: Any) -> Iterator[tuple[list[str], NDArray[np.float64]]]:
-        """Names and probabilities of a batch of records at a time."""
+        """Names and probabilities, or predicted numbers `[n, 1]`, of a batch of records at a time."""
         for names, x in batches(inputs, self.blueprint):
             with torch.no_grad():
                 logits = self.network(centered(x) if self.extract is None else self.extract(x))
-            yield names, logits.double().softmax(1).numpy()
+            found = logits.double().softmax(1) if self.target is None else self.target.units(logits)[:, None]
+            yield names, found.numpy()
 
     def __repr__(self) -> str:
-        return f"Predictor({self.blueprint.network}, {len(self.classes_)} classes, {self.guarantee})"
+        what = f"{len(self.classes_)} classes" if self.target is None else "a number"
+        return f"Predictor({self.blueprint.network}, {what}, {self.guarantee})"
 
 
 def load(run: str | Path) -> Predictor:
@@ -176,13 +185,16 @@ def _text(value: Any) -> str:
 
 
 def write_predictions(predictor: Predictor, inputs: Any, file: Any, progress: Any = None) -> int:
-    """CSV: the record's name, its class, the probability of each class. The number of records."""
+    """CSV: the record's name, its class, the probability of each class; or the number. How many records."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["record", "prediction", *predictor.classes_])
     done = 0
     for names, probabilities in predictor.stream(inputs):
         for name, best, row in zip(names, probabilities.argmax(1), probabilities):
-            writer.writerow([name, predictor.classes_[best], *(f"{p:.6f}" for p in row)])
+            if predictor.target is not None:
+                writer.writerow([name, f"{row[0]:.8g}"])
+            else:
+                writer.writerow([name, predictor.classes_[best], *(f"{p:.6f}" for p in row)])
         done += len(names)
         if progress is not None:
             progress(len(names))

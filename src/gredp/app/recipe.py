@@ -59,6 +59,7 @@ class Recipe:
 
     def _checked(self, values: dict[str, Any]) -> dict[str, Any]:
         hints, values = get_type_hints(TrainSettings), current_names(values)
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         for key, value in values.items():
             if key not in hints or key in NOT_FOR_FILES:
                 raise GredpError(f"recipe {self.name}: {key} is not a setting of a recipe")

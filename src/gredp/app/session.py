@@ -14,6 +14,7 @@ from gredp.app.average import WeightAverage
 from gredp.app.blueprint import Blueprint
 from gredp.app.data import Splits
 from gredp.app.dataset import Records, describe_data, start_of
+from gredp.app.evaluate import task_of
 from gredp.app.features.cache import FeatureExtractor
 from gredp.app.features.normalize import certificate, release
 from gredp.app.known_data import usual_model
@@ -50,6 +51,7 @@ class Session:
         """`statistics` of the features, as released, are in the model before it is made private."""
         self.settings, self.folder, self.engine = settings, folder, engine
         self.data, self.extractor = data, extractor
+        self.task = task_of(data)
         self.metrics: list[dict[str, Any]] = []
         self.updates = 0
         #: the certificate of the query before training, if there was one
@@ -59,12 +61,13 @@ class Session:
         self.blueprint = Blueprint(
             network(settings, data),
             data.input_shape,
-            data.class_names,
+            () if data.target is not None else data.class_names,
             block(settings, data),
             normalized=bool(settings.normalize),
             image=None if len(data.input_shape) == 1 else data.pixels or data.input_shape,  # type: ignore[arg-type]
             schema=data.schema,
             features=None if extractor is None else extractor.identity(),
+            target=data.target,
         )
         model = self._model(statistics)
         records = Records(data, engine.secret if settings.augment else None)

@@ -92,6 +92,9 @@ class DataOptions:
     """share of class folders or of a table to hold out as the test set, if there is no test split"""
     image_size: int | None = None
     """scale images in class folders to this height and width"""
+    target_range: tuple[float, float] | None = None
+    """range of the labels of your own arrays, if they are numbers to predict and not classes; a table has
+    target = [low, high] in its schema"""
     validation: int = 0
     """hold out the last N training records and report accuracy on them instead of the test set, to choose
     settings by; they are not private in that run"""
@@ -234,7 +237,7 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
         """For the end of a record's `selection`: an accuracy on held-out records is a statistic of them."""
         if self.holdout is None:
             return ""
-        return "; the test accuracy is measured on held-out records, which ε does not cover"
+        return "; test figures are measured on held-out records, which ε does not cover"
 
     def kept(self) -> dict[str, Any]:
         """What the run folder keeps."""
@@ -279,6 +282,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
             yield "nothing is proven for --noise-schedule with --correlation-bands: use one of the two"
         if self.augment and (pretrained or features):
             yield "--augment draws views of images, but features are computed once"
+        if self.target_range is not None and not self.target_range[0] < self.target_range[1] < math.inf:
+            yield "--target-range is LOW HIGH, with LOW below HIGH, and both finite"
         for name, value in asdict(self).items():
             if str(value).encode(errors="replace").decode() != str(value):
                 yield f"{option(name)} is {value!a}, which is not UTF-8: rename it"
@@ -318,6 +323,7 @@ def saved_settings(folder: str) -> TrainSettings:
             f"{folder} is a choice of gredp tune: its own command resumes it, and it cannot be forked"
         )
     try:
-        return replace(TrainSettings(**current_names(values["settings"])), resume=folder)
+        kept = {k: tuple(v) if isinstance(v, list) else v for k, v in values["settings"].items()}
+        return replace(TrainSettings(**current_names(kept)), resume=folder)
     except (TypeError, KeyError) as error:
         raise GredpError(f"{Path(folder) / FILE} is not of this version of gredp: {error}") from None

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save
 from torch.optim.lr_scheduler import LambdaLR
 
 from gredp.app.blueprint import FEATURES, MODEL
 from gredp.app.data import Splits
-from gredp.app.dataset import centered, describe_data, read_data, unchanged
-from gredp.app.evaluate import evaluate
+from gredp.app.dataset import describe_data, read_data
+from gredp.app.evaluate import test_outputs
 from gredp.app.learning_rate import rate_factor
 from gredp.app.session import Session, begin, resume
 from gredp.app.settings import MAY_CHANGE, TrainSettings
@@ -118,16 +117,15 @@ def _epochs(session: Session, tracked: Tracker) -> None:
         _steps(session, rate, min(left_of_epoch, session.steps - session.charged))
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            prepare = unchanged if data.features else centered
-            share, loss = evaluate(session.released, data.x_test, data.y_test, prepare)
+            figures = session.task.figures(test_outputs(session.released, data), data.y_test)
             spent = session.engine.get_epsilon(settings.delta)
-            found = {f"{settings.split}_accuracy": share, f"{settings.split}_loss": loss}
+            found = {f"{settings.split}_{name}": value for name, value in figures.items()}
             session.metrics[-1] |= {"proven_epsilon": spent, **found}
             session.save()
             session.publish()
             tracked.log(session.charged, session.metrics[-1])
             if session.progress is not None:
-                session.progress.update(spent, share)
+                session.progress.update(spent, figures[session.task.name], session.task.name)
         session.stop_if_signaled()
 
 
@@ -147,7 +145,7 @@ def _steps(session: Session, rate: LambdaLR, steps: int) -> None:
         for x, y in parts:
             charged = session.charged
             optimizer.zero_grad()
-            torch.autograd.backward(F.cross_entropy(session.model(x), y))
+            torch.autograd.backward(session.task.loss(session.model(x), y))
             optimizer.step()
             whole = session.charged > charged
             if whole:
@@ -167,7 +165,8 @@ def _steps(session: Session, rate: LambdaLR, steps: int) -> None:
 def _finish(session: Session, head: dict[str, Any]) -> Run:
     settings, engine = session.settings, session.engine
     assert engine.ledger.file is not None
-    accuracy, facts = f"{settings.split}_accuracy", session.facts()
+    accuracy, facts = f"{settings.split}_{session.task.name}", session.facts()
+    data = session.data
     facts["settings"] |= {"model": session.blueprint.network, "block": session.blueprint.block}
     record = {
         **head,
@@ -182,6 +181,7 @@ def _finish(session: Session, head: dict[str, Any]) -> Run:
         "metrics": session.metrics,
         "spectrum": noise_spectrum(session.optimizer.private_step),
         accuracy: session.metrics[-1][accuracy],
+        "evaluation": session.task.evaluation(test_outputs(session.released, data), data.y_test),
         "selection": "the last epoch; no epoch or setting was chosen by this run" + settings.not_covered,
         "judged_on": settings.judged_on,
     }

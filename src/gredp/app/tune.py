@@ -97,7 +97,9 @@ def tune(settings: TuneSettings) -> "Run":
     from gredp.storage.record import header, new_folder, save, undate
 
     head = header()
-    whole = load(settings.dataset, settings.data_dir, settings.holdout, settings.image_size)
+    whole = load(
+        settings.dataset, settings.data_dir, settings.holdout, settings.image_size, settings.target_range
+    )
     data, apart = _validation(whole, settings.score_share)
     spent = _trial(settings, len(data.y_train))
     out = Path(settings.out or new_folder(settings.dataset, "tuned"))

@@ -63,9 +63,19 @@ def undate(folder: Path, day: str) -> None:
 
 
 def accuracy(record: dict[str, Any]) -> tuple[str, float]:
-    """Name and value of a run's accuracy: one on validation records is not a test accuracy."""
-    name = "test_accuracy" if "test_accuracy" in record else "validation_accuracy"
-    return name, record[name]
+    """Name and value of what a run is measured by, its accuracy or, of a number that it predicts, its R².
+
+    One on validation records is not a test accuracy. `record` may be the metrics of an epoch.
+    """
+    names = (f"{split}_{measure}" for measure in ("accuracy", "r2") for split in ("test", "validation"))
+    name = next((name for name in names if name in record), "test_accuracy")
+    return name, float(record[name])
+
+
+def shown_accuracy(name: str, value: float) -> tuple[str, str]:
+    """As a person reads it: the name, and a share in percent."""
+    label = name.replace("_", " ").replace("r2", "R²")
+    return label, f"{value:.4f}" if name.endswith("r2") else f"{100 * value:.2f} %"
 
 
 def describe(certificate: Certificate) -> list[dict[str, Any]]:

@@ -12,20 +12,17 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gredp.app.data.tables import Schema, to_unit
 from gredp.app.image_folders import is_classed
 from gredp.app.known_data import ARRAYS, EMBEDDED, KNOWN
 from gredp.errors import GredpError
 from gredp.storage.files import one_line
-
-if TYPE_CHECKING:
-    from gredp.app.data.tables import Schema
 
 LARGEST_FILE = 8 << 30
 #: floats are meant to lie in [0, 1] or to be standardized; beyond this they are bytes that nobody scaled
@@ -50,13 +47,20 @@ class Splits:
     #: names of the classes, by number
     labels: tuple[str, ...] = ()
     #: what the columns of a table may hold
-    schema: "Schema | None" = None
+    schema: Schema | None = None
     #: shape of an image, if the images are features rather than pixels
     pixels: tuple[int, ...] | None = None
+    #: range of a number to predict in place of a class; labels are then float32, scaled to [−1, 1]
+    target: tuple[float, float] | None = None
 
     @property
     def features(self) -> bool:
         return self.pixels is not None
+
+    @property
+    def outputs(self) -> int:
+        """Of a network."""
+        return self.classes if self.target is None else 1
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -102,9 +106,16 @@ def location(name: str, folder: str | None = None) -> Path | None:
 
 
 def load(
-    name: str, folder: str | None = None, holdout: float | None = None, image_size: int | None = None
+    name: str,
+    folder: str | None = None,
+    holdout: float | None = None,
+    image_size: int | None = None,
+    target: tuple[float, float] | None = None,
 ) -> Splits:
-    """A dataset by name, or from the path of a user's own: an archive, a folder, or a table."""
+    """A dataset by name, or from the path of a user's own: an archive, a folder, or a table.
+
+    `target` is the range of the labels of arrays, if they are numbers to predict rather than classes.
+    """
     path = location(name, folder)
     if name in KNOWN and Path(name).exists():
         warnings.warn(
@@ -117,6 +128,11 @@ def load(
         raise GredpError("--image-size is for images, not for tables")
     if holdout is not None and not (classed or table):
         raise GredpError("--holdout is for class folders and tables without a test split of their own")
+    if target is not None and (not own or classed or table):
+        raise GredpError(
+            "--target-range is for your own arrays: a table has target = [low, high] in its schema, and "
+            "class folders and known datasets have classes"
+        )
     if path is None:
         return _scaled(_digits(), image_size)
     if classed or table:
@@ -137,13 +153,20 @@ def load(
     labels = arrays["y_test"]
     whole = labels.size > 0 and labels.dtype.kind in "iu"
     classes = KNOWN[name].classes if name in KNOWN else int(labels.max()) + 1 if whole else 1
-    x_test, y_test = check_split(f"{path}: test", arrays["x_test"], arrays["y_test"], classes)
-    x, y_train = check_split(f"{path}: training", arrays["x_train"], arrays["y_train"], classes)
+    if target is None and labels.dtype.kind == "f":
+        raise GredpError(
+            f"{path}: labels are of type {labels.dtype}: --target-range LOW HIGH learns to predict a number, "
+            "whole numbers from 0 are classes"
+        )
+    classes = 0 if target is not None else classes
+    x_test, y_test = check_split(f"{path}: test", arrays["x_test"], arrays["y_test"], classes, target)
+    x, y_train = check_split(f"{path}: training", arrays["x_train"], arrays["y_train"], classes, target)
     if x.shape[1:] != x_test.shape[1:]:
         shapes = " and ".join(str(tuple(s[i] for i in (3, 1, 2))) for s in (x.shape, x_test.shape))
         raise GredpError(f"{path}: training and test images differ in shape: {shapes}")
     x_train = OnDiskArray(x, pixels) if mapped else pixels(x)
-    return _scaled(Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test), image_size)
+    found = Splits(path.stem, classes, x_train, y_train, pixels(x_test), y_test, target=target)
+    return _scaled(found, image_size)
 
 
 def _scaled(data: Splits, size: int | None) -> Splits:
@@ -179,7 +202,7 @@ def hold_out(data: Splits, count: int) -> Splits:
         held: Tensor | OnDiskArray = x[border:]
     else:
         rest, held = x.part(0, border), x.part(border, len(y))
-    seen = len(y[border:].unique())
+    seen = len(y[border:].unique()) if data.target is None else data.classes
     if seen < data.classes and count >= ENOUGH_FOR_ALL * data.classes:
         warnings.warn(
             f"the last {count} training records are of {seen} of {data.classes} classes only: if the records "
@@ -196,10 +219,11 @@ def _own(path: Path, table: bool, holdout: float | None, image_size: int | None)
     from gredp.app.data.tables import load_table
 
     schema: Schema | None = None
+    target: tuple[float, float] | None = None
     names: Sequence[str]
     if table:
         schema, splits = load_table(path)
-        names = schema.classes
+        names, target = schema.classes, schema.target
     else:
         names, splits = load_folders(path, image_size)
     if len(splits) == 2 and holdout is not None:
@@ -214,8 +238,11 @@ def _own(path: Path, table: bool, holdout: float | None, image_size: int | None)
         apart = held_out(x, y, holdout, "test")
         x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
     tensor = torch.from_numpy if table else pixels
-    labels, test_labels = (torch.from_numpy(each.astype(np.int64)) for each in (y, y_test))
-    return Splits(path.stem, len(names), tensor(x), labels, tensor(x_test), test_labels, tuple(names), schema)
+    labels, test_labels = (torch.from_numpy(each) for each in (y, y_test))
+    found = Splits(
+        path.stem, len(names), tensor(x), labels, tensor(x_test), test_labels, tuple(names), schema
+    )
+    return replace(found, target=target)
 
 
 def map_folder(path: Path) -> dict[str, np.ndarray]:
@@ -252,7 +279,9 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
         raise GredpError(f"{path} cannot be read: {one_line(error)}") from None
 
 
-def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[np.ndarray, Tensor]:
+def check_split(
+    what: str, x: np.ndarray, y: np.ndarray, classes: int, target: tuple[float, float] | None = None
+) -> tuple[np.ndarray, Tensor]:
     """Images `[n, height, width, channels]` as they are and labels, or one line that says what is wrong.
 
     It names the first record that is, and none of its values: lines end up in logs.
@@ -267,9 +296,13 @@ def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[
         raise GredpError(f"{what} set is empty")
     if y.shape != (len(x),):
         raise GredpError(f"{what} labels have shape {y.shape}, but there are {len(x)} images")
-    if y.dtype.kind not in "iu":
+    if y.dtype.kind not in ("iu" if target is None else "iuf"):
         raise GredpError(f"{what} labels are of type {y.dtype}, not whole numbers")
-    outside = (y < 0) | (y >= classes)
+    outside = (y < 0) | (y >= classes) if target is None else ~np.isfinite(y)
+    if outside.any() and target is not None:
+        raise GredpError(
+            f"{what} labels must be finite, and that of record {int(outside.argmax()) + 1} is not"
+        )
     if outside.any():
         where = f"that of record {int(outside.argmax()) + 1} does not"
         raise GredpError(f"{what} labels must lie in 0 to {classes - 1}, and {where}")
@@ -277,7 +310,7 @@ def check_split(what: str, x: np.ndarray, y: np.ndarray, classes: int) -> tuple[
         _check_floats(what, x)
     elif x.dtype != np.uint8:
         raise GredpError(f"{what} images are of type {x.dtype}, not uint8 or float")
-    return x, torch.from_numpy(y.astype(np.int64))
+    return x, torch.from_numpy(y.astype(np.int64) if target is None else to_unit(y, target))
 
 
 def _check_floats(what: str, x: np.ndarray) -> None:

@@ -20,10 +20,7 @@ def held_out(x: np.ndarray, y: np.ndarray, share: float, purpose: str) -> NDArra
     key, limit = f"gredp {purpose}".encode(), int(share * 2**64)
     apart = np.array(
         [
-            int.from_bytes(
-                hmac.digest(key, row.tobytes() + int(label).to_bytes(8, "big"), "sha256")[:8], "big"
-            )
-            < limit
+            int.from_bytes(hmac.digest(key, row.tobytes() + _bytes(label), "sha256")[:8], "big") < limit
             for row, label in zip(x, y)
         ],
         dtype=bool,
@@ -33,3 +30,8 @@ def held_out(x: np.ndarray, y: np.ndarray, share: float, purpose: str) -> NDArra
             f"holding out {share:g} of {len(y)} records leaves {int((~apart).sum())} and {int(apart.sum())}"
         )
     return apart
+
+
+def _bytes(label: np.generic) -> bytes:
+    """Of a class, or of a number to predict."""
+    return label.tobytes() if label.dtype.kind == "f" else int(label).to_bytes(8, "big")

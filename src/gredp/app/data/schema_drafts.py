@@ -12,6 +12,8 @@ from gredp.storage.files import cannot
 
 #: rows from which a column of different values is taken for an id
 ENOUGH_FOR_IDS = 20
+#: a label of more different numbers is asked about
+MOST_NUMBERS = 20
 #: stands for a missing number, but is a word of its own among others
 WORD = "none"
 
@@ -26,6 +28,7 @@ def template(path: Path, label: str) -> str:
 # a range or a list of values taken from private rows would be a release of its own.
 label = {_quoted(label)}
 classes = []  # all values of {_quoted(label)}, such as ["no", "yes"]
+# or, to predict a number, in place of classes: target = [lowest, highest]
 missing = []  # columns that may lack values
 
 # Every column that is left here needs its range: numbers outside of it are clipped. Delete the others (ids!).
@@ -70,12 +73,24 @@ def propose(path: Path, label: str) -> str:
     lines = [
         f"# From {path.name}, which must be public: anyone who reads this learns its ranges and categories.",
         f"label = {_quoted(label)}",
-        f"classes = {_quoted(sorted({text for text in columns[label] if not _lacks(text, words=True)}))}",
+        *_label_lines(sorted({text for text in columns[label] if not _lacks(text, words=True)})),
         f"missing = {_quoted(missing)}",
     ]
     for kind, found in sections.items():
         lines += ["", f"[{kind}]", *found] if found else []
     return "\n".join(lines) + "\n"
+
+
+def _label_lines(values: Row) -> list[str]:
+    """Its classes; about many different numbers a question, since only the user knows."""
+    if len(values) <= MOST_NUMBERS or not all(map(_is_number, values)):
+        return [f"classes = {_quoted(values)}"]
+    numbers = [float(text) for text in values]
+    return [
+        f"# It holds {len(numbers)} different numbers, so it looks like a number to predict. Keep one line:",
+        f"# target = [{min(numbers)!r}, {max(numbers)!r}]  # regression: the range that it can have",
+        '# classes = ["…", "…"]  # classification: all values that it can have',
+    ]
 
 
 def _lacks(text: str, words: bool) -> bool:

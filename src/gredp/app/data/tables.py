@@ -41,21 +41,33 @@ class Schema:
     """
 
     label: str
+    #: empty where a number is predicted
     classes: tuple[str, ...]
     numeric: dict[str, tuple[float, float]]
     categorical: dict[str, tuple[str, ...]]
     missing: tuple[str, ...] = ()
     test: str | None = None
     dates: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: range of the label, where it is a number to predict
+    target: tuple[float, float] | None = None
+    #: what part of the records each class is about, as far as is known without them
+    shares: dict[str, float] | None = None
 
     @property
     def inputs(self) -> list[str]:
         """The columns that are learned from."""
         return [*self.numeric, *self.dates, *self.categorical]
 
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """Of the classes, so that each counts alike: 1 for the rarest."""
+        if self.shares is None:
+            return None
+        return tuple(min(self.shares.values()) / self.shares[name] for name in self.classes)
+
 
 def load_table(path: Path) -> tuple[Schema, list[tuple[np.ndarray, np.ndarray]]]:
-    """The schema, and one or two splits, training first: float32 features `[n, d]`, int64 labels."""
+    """The schema, and one or two splits, training first: features and labels as of `encode`."""
     schema = read_schema(path)
     files = [path] if schema.test is None else [path, path.with_name(schema.test)]
     return schema, [encode(file, schema) for file in files]
@@ -90,21 +102,26 @@ def read_schema(path: Path) -> Schema:
 def parse_schema(found: Any) -> Schema:
     """Of what TOML or JSON say."""
     known = {field.name for field in fields(Schema)}
-    if not isinstance(found, dict) or set(found) - known or not {"label", "classes"} <= set(found):
+    if not isinstance(found, dict) or set(found) - known or "label" not in found:
+        raise GredpError(f"a schema has label and some of {', '.join(sorted(known))}, and nothing else")
+    target = found.get("target")
+    if "classes" not in found if target is None else found.get("classes"):
         raise GredpError(
-            f"a schema has label, classes and some of {', '.join(sorted(known))}, and nothing else"
+            'declare classes = ["a", "b"], or target = [low, high] to predict a number: one of them'
         )
     numeric, dates, categorical = (found.get(kind, {}) for kind in ("numeric", "dates", "categorical"))
     if not all(isinstance(kind, dict) for kind in (numeric, dates, categorical)):
         raise GredpError("numeric, dates and categorical name columns, each with its range or its values")
     schema = Schema(
         str(found["label"]),
-        _values("classes", found["classes"]),
+        _values("classes", found["classes"]) if target is None else (),
         {name: _range(name, given) for name, given in numeric.items()},
         {name: _values(name, given) for name, given in categorical.items()},
         tuple(dict.fromkeys(map(str, found.get("missing", [])))),
         found.get("test"),
         {name: _date_range(name, given) for name, given in dates.items()},
+        None if target is None else _range("target", target),
+        _shares(found.get("shares"), found.get("classes")),
     )
     names = [schema.label, *schema.inputs]
     if len(set(names)) < len(names):
@@ -145,13 +162,33 @@ def _values(name: str, given: Any) -> tuple[str, ...]:
     return values
 
 
+def _shares(given: Any, classes: Any) -> dict[str, float] | None:
+    """Of every class; one that is not named has what is left, shared alike."""
+    if given is None:
+        return None
+    if not classes or not isinstance(given, dict) or set(given) - set(map(str, classes)):
+        raise GredpError("shares names classes, each with its part of the records, such as {fraud = 0.01}")
+    named = {name: float(share) for name, share in given.items()}
+    others, left = [name for name in map(str, classes) if name not in named], 1 - sum(named.values())
+    shares = named | dict.fromkeys(others, left / max(1, len(others)))
+    if not all(0 < share < 1 for share in shares.values()) or (not others and abs(left) > 0.01):
+        raise GredpError(f"shares must lie between 0 and 1 and add up to 1, not {given}")
+    return shares
+
+
 # ------------------------------------------------------------------ rows
 
 
 def encode(path: Path, schema: Schema) -> tuple[np.ndarray, np.ndarray]:
-    """`[n, d]` of float32 and `[n]` of int64, or one line that says where the table leaves its schema."""
+    """`[n, d]` of float32 and `[n]` of int64, or one line that says where the table leaves its schema.
+
+    A number to predict is float32, its range scaled to [−1, 1].
+    """
     columns = read_columns(path, [schema.label, *schema.inputs])
-    y = _indices(str(path), schema.label, columns[schema.label], schema.classes, False)
+    if schema.target is not None:
+        y = to_unit(_numbers(str(path), schema.label, columns[schema.label], False, 0), schema.target)
+    else:
+        y = _indices(str(path), schema.label, columns[schema.label], schema.classes, False)
     return encode_inputs(columns, schema, str(path)), y
 
 
@@ -162,8 +199,7 @@ def encode_inputs(columns: dict[str, Row], schema: Schema, where: str, before: i
     for name, ends in (schema.numeric | ranges).items():
         values = _numbers(where, name, columns[name], name in schema.missing, before, name in ranges)
         unknown = np.isnan(values)
-        scaled = 2 * (np.clip(values, *ends) - ends[0]) / (ends[1] - ends[0]) - 1
-        parts.append(np.where(unknown, 0.0, scaled)[:, None])
+        parts.append(np.where(unknown, 0.0, to_unit(values, ends))[:, None])
         if name in schema.missing:
             parts.append(unknown[:, None])
     for name, allowed in schema.categorical.items():
@@ -183,6 +219,12 @@ def encoding(schema: Schema) -> list[dict[str, Any]]:
     for name, allowed in schema.categorical.items():
         made += [{"column": name, "is": "equals", "value": value} for value in allowed]
     return made
+
+
+def to_unit(values: np.ndarray, ends: tuple[float, float]) -> np.ndarray:
+    """Clipped to the declared range, and the range to [−1, 1], of float32."""
+    low, high = ends
+    return (2 * (np.clip(values.astype(np.float64), low, high) - low) / (high - low) - 1).astype(np.float32)
 
 
 def read_columns(path: Path, names: Sequence[str] = ()) -> dict[str, Row]:

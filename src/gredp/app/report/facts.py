@@ -10,7 +10,7 @@ from typing import Any
 from gredp.app.settings import FILE, TrainSettings
 from gredp.privacy.ledger import Ledger, mechanisms
 from gredp.storage.files import read_document, read_json
-from gredp.storage.record import load
+from gredp.storage.record import accuracy, load, shown_accuracy
 from gredp.storage.spent import Spent, spent
 
 #: relative difference at which two versions of an accountant may still mean the same ε
@@ -79,9 +79,8 @@ class Facts:
 
     @property
     def accuracy_name(self) -> str:
-        """What accuracies are called: those on held-out training records are not the test's."""
-        known = self.metrics and "validation_accuracy" in self.metrics[-1]
-        return "validation_accuracy" if known else "test_accuracy"
+        """What a run is measured by, such as "test_accuracy" or "validation_r2"."""
+        return accuracy(self.metrics[-1])[0] if self.metrics else "test_accuracy"
 
     @property
     def held_out(self) -> str | None:
@@ -92,7 +91,22 @@ class Facts:
     @property
     def accuracy(self) -> float | None:
         """Of the last epoch: no epoch is chosen by its accuracy."""
-        return float(self.metrics[-1][self.accuracy_name]) if self.metrics else None
+        return accuracy(self.metrics[-1])[1] if self.metrics else None
+
+    @property
+    def measure(self) -> str:
+        """At the beginning of a sentence."""
+        return "R²" if self.accuracy_name.endswith("r2") else "Accuracy"
+
+    @property
+    def shown_accuracy(self) -> tuple[str, str] | None:
+        """Its name and value, as a person reads them."""
+        return None if self.accuracy is None else shown_accuracy(self.accuracy_name, self.accuracy)
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """Of the finished run, on the same records; empty in records from before there was one."""
+        return dict(self.record.get("evaluation", {}))
 
     @cached_property
     def disagreements(self) -> list[str]:

@@ -111,15 +111,18 @@ def course(runs: Sequence[Facts], what: str, axis: str) -> str | None:
         return None
     deltas = ", ".join(sorted({short(run.spent.delta) for run in runs}))
     label = "epochs" if axis == "epoch" else f"proven ε spent, at δ = {deltas}"
-    shown = "{:.1f} %" if what == "accuracy" else "{:.3g}"
+    number, measured = any(run.measure == "R²" for run in runs), what == "accuracy"
+    shown = "{:.1f} %" if measured else "{:.3g}"
+    unit = "mean squared error, scaled" if number else "mean cross-entropy"
+    unit = f"{runs[0].measure} in %".replace("Acc", "acc") if measured else unit
     last = {name: line[-1] for name, line in lines.items() if line}
     ends = "; ".join(f"{name}: {shown.format(y)} at {x:.4g}" for name, (x, y) in last.items())
-    title = f"{what.capitalize()} against {label}. At the end, {ends}."
+    title = f"{runs[0].measure if measured else 'Loss'} against {label}. At the end, {ends}."
     with _figure(4.6, 3.0, printable(title)) as (figure, out):
         axes = figure.subplots()
         for name, line in lines.items():
             axes.plot(*zip(*line), label=name) if line else axes.plot([], [])
-        axes.set(xlabel=label, ylabel="accuracy in %" if what == "accuracy" else "mean cross-entropy")
+        axes.set(xlabel=label, ylabel=unit)
         axes.set_xlim(left=0)
         if axis == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -131,7 +134,8 @@ def course(runs: Sequence[Facts], what: str, axis: str) -> str | None:
 
 def _points(run: Facts, what: str, axis: str) -> Iterator[tuple[float, float]]:
     """Finite ones: a plain run has no ε, a run that diverges no loss, an old record no loss at all."""
-    name, factor = run.accuracy_name.replace("accuracy", what), 100 if what == "accuracy" else 1
+    split = run.accuracy_name.split("_")[0]
+    name, factor = (run.accuracy_name, 100) if what == "accuracy" else (f"{split}_{what}", 1)
     for row in run.metrics:
         x, y = float(row[axis]), factor * float(row.get(name, "nan"))
         if math.isfinite(x) and math.isfinite(y):

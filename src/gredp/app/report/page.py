@@ -55,9 +55,10 @@ def together(runs: Sequence[Facts]) -> tuple[float, float]:
 
 def course(runs: Sequence[Facts]) -> Pictures:
     """Accuracy and loss over the training."""
+    measure = " or ".join(sorted({run.measure for run in runs}))
     drawn = {
-        "Accuracy, epoch by epoch.": ("accuracy", "epoch"),
-        "What each point of accuracy has cost: proven ε spent by then.": ("accuracy", "proven_epsilon"),
+        f"{measure}, epoch by epoch.": ("accuracy", "epoch"),
+        "What each point of it has cost: proven ε spent by then.": ("accuracy", "proven_epsilon"),
         "Loss on the same records, epoch by epoch.": ("loss", "epoch"),
         "The same against the proven ε spent by then.": ("loss", "proven_epsilon"),
     }
