@@ -1,12 +1,17 @@
 """What `gredp train` chooses for a user's own data, and from which facts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import gredp.app.defaults as defaults
+from gredp.app.data import Splits
 from gredp.app.merge_settings import resolved
 from gredp.app.settings import TrainSettings
+from gredp.app.train import _with_records_left
 
 
 def tree(root, size=(40, 40), mode="L", count=10, splits=("",)):
@@ -52,6 +57,17 @@ def test_another_network_gets_none_of_the_features(tmp_path, options):
     settings = chosen(tree(tmp_path / "pets"), *options)
     assert (settings.features, settings.normalize, settings.batch_size) == ("none", 0.0, 192)
     assert (settings.image_size, settings.holdout) == (32, 0.2)
+
+
+def test_a_batch_of_all_is_one_of_those_that_are_not_held_out():
+    """Hashes decide which are: about, not exactly, the share that was chosen."""
+    settings = TrainSettings(holdout=0.2, batch_size=16)
+    for left, batch in ((15, 15), (16, 16), (17, 16)):
+        y = torch.zeros(20, dtype=torch.long)
+        data = Splits("pets", 2, y[:left], y[:left], y[left:], y[left:])
+        assert _with_records_left(settings, data).batch_size == batch
+        assert _with_records_left(replace(settings, batch_size=21), data).batch_size == 21
+        assert _with_records_left(replace(settings, holdout=None), data).batch_size == 16
 
 
 def test_options_override_what_is_chosen(tmp_path):

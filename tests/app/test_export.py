@@ -234,7 +234,7 @@ def test_files_of_the_folder_agree_with_gredp_load(run):
 
 
 def test_what_cannot_be_exported_is_said_in_a_line(run, tmp_path, monkeypatch):
-    with pytest.raises(gredp.GredpError, match="has no record.json"):
+    with pytest.raises(gredp.GredpError, match=r"has no record\.json"):
         run_export(ExportSettings(str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"another")
     with pytest.raises(gredp.GredpError, match="holds another model"):

@@ -59,6 +59,7 @@ def train(
     with process_group():
         head, first = header(), rank() == 0
         records, extractor = read_data(settings, data)
+        settings = _with_records_left(settings, records)
         kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
         facts = {"resume": bool(settings.resume), "data": describe_data(records, extractor)}
         reject_differences(kept | facts)
@@ -90,6 +91,14 @@ def train(
                 tracked.finish(run.record)
         finally:
             engine.detach()
+
+
+def _with_records_left(settings: TrainSettings, data: Splits) -> TrainSettings:
+    """Hashes hold out about the requested share: a batch of all the others is one of all that are left."""
+    left, held = len(data.y_train), len(data.y_test)
+    if settings.holdout is None or not left < settings.batch_size <= left + held:
+        return settings
+    return replace(settings, batch_size=left)
 
 
 def _start(session: Session, tracked: TrackerGroup) -> tuple[None, bytes]:
