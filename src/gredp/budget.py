@@ -70,6 +70,16 @@ def noise_multiplier(
     return calibrate(target_epsilon, delta, sampling.turn_rate, sampling.rounds, accountant, spent, schedule)
 
 
+def query_multiplier(
+    target_epsilon: float, delta: float, share: float, accountant: AccountantName = "pld"
+) -> float:
+    """The z of one query of all records before training, where `share` of the budget is set aside for it.
+
+    1/z² is that share of what a single release might have.
+    """
+    return calibrate(target_epsilon, delta, 1.0, 1, accountant) / math.sqrt(share)
+
+
 def quote(
     *,
     method: str,

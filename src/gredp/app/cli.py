@@ -19,6 +19,7 @@ from gredp.app.compare import CompareSettings, run_compare
 from gredp.app.export import ExportSettings, run_export
 from gredp.app.known_data import fetchable
 from gredp.app.merge_settings import named, resolved, with_current_names
+from gredp.app.plan import PlanSettings, run_plan
 from gredp.app.predict import PredictSettings, run_predict
 from gredp.app.report.command import ReportSettings, run_report
 from gredp.app.settings import FILE, Flag, TrainSettings
@@ -160,6 +161,7 @@ COMMANDS: dict[str, tuple[type, Callable[..., int | None]]] = {
     "train": (TrainSettings, run_train),
     "predict": (PredictSettings, run_predict),
     "export": (ExportSettings, run_export),
+    "plan": (PlanSettings, run_plan),
     "account": (AccountSettings, run_account),
     "audit": (AuditSettings, run_audit),
     "reproduce": (ReproduceSettings, run_reproduce),

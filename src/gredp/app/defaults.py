@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 HOLDOUT = 0.2
 #: larger images are scaled down to this height and width, smaller ones than the second up
 LARGEST, SMALLEST = 32, 8
+#: of a table whose classes have no weights
+PLAIN_DESCENT: dict[str, Any] = {"lr": 0.3, "clipping": "automatic"}
 #: records in a batch: all of them, up to this many
 FULL_BATCH = 8192
 #: learning rate times √features, for features of deviation 1 and gradients of norm 1
@@ -62,11 +64,12 @@ def _table(path: Path, holdout: float | None) -> dict[str, Any]:
     schema = read_schema(path)
     share = {} if holdout is not None or schema.test is not None else {"holdout": HOLDOUT}
     training = rows * (1 - share.get("holdout", holdout or 0.0))
-    return share | {
-        "batch_size": max(1, int(training / 5)),
-        "epochs": 10,
-        **_descent(schema),
-    }
+    return share | for_table(training) | _descent(schema)
+
+
+def for_table(records: float) -> dict[str, Any]:
+    """With so many records to train on; the label has classes without weights."""
+    return {"batch_size": max(1, int(records / 5)), "epochs": 10} | PLAIN_DESCENT
 
 
 def _descent(schema: "Schema") -> dict[str, Any]:
@@ -74,7 +77,7 @@ def _descent(schema: "Schema") -> dict[str, Any]:
     if schema.target is not None:
         return {"lr": 0.1, "clipping": "flat"}
     if schema.shares is None or schema.weights is None:
-        return {"lr": 0.3, "clipping": "automatic"}
+        return PLAIN_DESCENT
     mean = sum(schema.shares[name] * weight for name, weight in zip(schema.classes, schema.weights))
     return {"lr": round(0.2 / mean, 4), "clipping": "flat"}
 
@@ -90,25 +93,36 @@ def _images(path: Path, settings: TrainSettings, named: Collection[str]) -> dict
     else:
         records, shape = _of_arrays(path)
     channels, *sides = shape
-    size = settings.image_size or max(SMALLEST, min(LARGEST, max(sides)))
+    size = settings.image_size or scaled_size(sides)
     if is_classed(path) or sides != [size, size]:
         chosen["image_size"] = size
     other = settings.model not in (None, *FOR_FEATURES, "mirror-linear") or bool(OTHER_NETWORKS & set(named))
     if other or ("features" in named and settings.features == "none"):
         return chosen
-    features = 81 * channels * (size // 4) ** 2
-    if settings.pretrained is None:
-        chosen["features"] = "scattering"
-    else:
-        features = 512 * 3 * 3
-    if settings.claim == "proven":
-        chosen["normalize"] = 0.02
-    return chosen | {
+    own = for_images(records, (channels, size, size), settings.pretrained is not None)
+    if settings.claim != "proven":
+        own["normalize"] = 0.0
+    if settings.target_range is not None:
+        own["clipping"] = "flat"
+    return chosen | own
+
+
+def scaled_size(sides: Collection[int]) -> int:
+    """Height and width that images of these sides are scaled to."""
+    return max(SMALLEST, min(LARGEST, max(sides)))
+
+
+def for_images(records: int, shape: tuple[int, int, int], pretrained: bool = False) -> dict[str, Any]:
+    """With so many records to train on, of channels, height and width as they are scaled."""
+    channels, height, width = shape
+    features = 512 * 3 * 3 if pretrained else 81 * channels * (height // 4) * (width // 4)
+    return ({} if pretrained else {"features": "scattering"}) | {
+        "normalize": 0.02,
         "model": "linear",
         "method": "dpsgd",
         "batch_size": max(1, min(FULL_BATCH, records)),
         "epochs": 30,
-        "clipping": "automatic" if settings.target_range is None else "flat",
+        "clipping": "automatic",
         "lr": round(REACH / math.sqrt(features), 4),
     }
 

@@ -1,6 +1,5 @@
 """One process' share of a run of `gredp train`: new, resumed or forked."""
 
-import math
 import shlex
 import warnings
 from pathlib import Path
@@ -20,11 +19,11 @@ from gredp.app.features.normalize import certificate, release
 from gredp.app.known_data import usual_model
 from gredp.app.settings import FILE, TrainSettings
 from gredp.app.signals import DeferredSignal, Stopped
+from gredp.budget import query_multiplier
 from gredp.distributed import all_reduce_max, rank, run_on_rank_zero
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.gradient.spectra import noise_spectrum
-from gredp.privacy.calibrate import calibrate
 from gredp.privacy.certificate import Certificate
 from gredp.privacy.schedule import NoiseSchedule
 from gredp.storage.checkpoint import load_weights
@@ -170,10 +169,9 @@ def begin(
 
 
 def _query(settings: TrainSettings, data: Splits) -> Certificate:
-    """That of the means and energies: 1/z² is the share set aside of what a single release might have."""
-    target = settings.epsilon, settings.delta
-    whole = calibrate(*target, 1.0, 1, settings.accountant) if settings.private else 0.0
-    return certificate(data.input_shape[0], whole / math.sqrt(settings.normalize))
+    """That of the means and energies."""
+    target = settings.epsilon, settings.delta, settings.normalize, settings.accountant
+    return certificate(data.input_shape[0], query_multiplier(*target) if settings.private else 0.0)
 
 
 def _create_folder(session: Session) -> tuple[int, bytes]:

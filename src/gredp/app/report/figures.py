@@ -56,7 +56,7 @@ STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def _figure(width: float, height: float, title: str) -> Iterator[tuple[Figure, list[str]]]:
+def inline_figure(width: float, height: float, title: str) -> Iterator[tuple[Figure, list[str]]]:
     """Draw on the figure; the list then holds its SVG. `title` is what a reader without pictures hears."""
     out: list[str] = []
     style: Any = STYLE | {"svg.hashsalt": title}
@@ -118,7 +118,7 @@ def course(runs: Sequence[Facts], what: str, axis: str) -> str | None:
     last = {name: line[-1] for name, line in lines.items() if line}
     ends = "; ".join(f"{name}: {shown.format(y)} at {x:.4g}" for name, (x, y) in last.items())
     title = f"{runs[0].measure if measured else 'Loss'} against {label}. At the end, {ends}."
-    with _figure(4.6, 3.0, printable(title)) as (figure, out):
+    with inline_figure(4.6, 3.0, printable(title)) as (figure, out):
         axes = figure.subplots()
         for name, line in lines.items():
             axes.plot(*zip(*line), label=name) if line else axes.plot([], [])
@@ -152,7 +152,7 @@ def spectrum(rows: Sequence[dict[str, Any]], key: str) -> str | None:
     what, unit = SPECTRA[key]
     top = max(max(row[key]) for row in rows)
     title = f"{what}, layer by layer and from low to high frequency; {_loudest(rows, key)}"
-    with _figure(4.6, 0.9 + 0.2 * len(rows), printable(title)) as (figure, out):
+    with inline_figure(4.6, 0.9 + 0.2 * len(rows), printable(title)) as (figure, out):
         axes = figure.subplots()
         color = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, top or 1), SHADES)
         for place, row in enumerate(rows):

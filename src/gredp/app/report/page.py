@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -20,7 +21,22 @@ Pictures = list[tuple[Markup, str]]
 
 
 def page(runs: Sequence[Facts]) -> str:
-    """The whole page: no script, no address elsewhere, one style sheet that the policy knows by its hash."""
+    """The whole page."""
+    return render(
+        "page.html.j2",
+        runs=runs,
+        together=together(runs),
+        accountants=ACCOUNTANTS,
+        large_delta=LARGE_DELTA,
+        delta_times=delta_times,
+        course=course,
+        noise=noise,
+        certificate=certificate,
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of ours: no script, no address elsewhere, one style sheet that the policy knows by its hash."""
     css = (HERE / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     environment = Environment(
@@ -31,19 +47,8 @@ def page(runs: Sequence[Facts]) -> str:
     )
     shown = {name: getattr(numbers, name) for name in ("up", "down", "short", "number", "count", "setting")}
     environment.filters |= {**shown, "epsilon": numbers.shown_epsilon, "quote": shlex.quote, "exp": math.exp}
-    return environment.get_template("page.html.j2").render(
-        runs=runs,
-        together=together(runs),
-        version=__version__,
-        css=Markup(css),
-        css_hash=f"sha256-{digest}",
-        accountants=ACCOUNTANTS,
-        large_delta=LARGE_DELTA,
-        delta_times=delta_times,
-        course=course,
-        noise=noise,
-        certificate=certificate,
-    )
+    style = {"css": Markup(css), "css_hash": f"sha256-{digest}"}
+    return environment.get_template(template).render(version=__version__, **style, **values)
 
 
 def together(runs: Sequence[Facts]) -> tuple[float, float]:
