@@ -18,6 +18,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from gredp.app.evaluation_rows import evaluation_rows
+from gredp.app.not_covered import about_figures, held_out
 from gredp.guarantee import Guarantee
 from gredp.privacy.accountant import delta_times, round_up
 from gredp.storage.record import accuracy, dumps, shown_accuracy
@@ -134,13 +136,11 @@ def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
         ("δ × records", delta_times(guarantee.delta, record["data"]["records"])),
         ("run", str(run.folder)),
     ]
-    held = record["data"]["test_records"]
     if report is not None:
         rows.append(("report", str(report)))
-    if settings.get("holdout") or settings.get("validation"):
-        about = "these figures" if found else "that accuracy"
+    if held_out(settings):
         place = 1 + len(evaluation_rows(found))
-        rows.insert(place, ("not covered by ε", f"{about}: their {held} records were held out of yours"))
+        rows.insert(place, ("not covered by ε", about_figures(settings, record["data"])))
     if found.get("warning"):
         rows.insert(0, ("WARNING", f"the model {found['warning']}"))
     if record["insecure"]:
@@ -158,22 +158,3 @@ def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
         names = [row["class"] for row in found["classes"]]
         counts = [(name, *map(str, row)) for name, row in zip(names, found["confusion"])]
         table("records by class (down) and prediction (across)", counts, ("", *names))
-
-
-def evaluation_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a record keeps of its evaluation, in few lines."""
-    if "mae" in found:
-        low, high = found["target"]
-        flat = f"{found['mae_of_the_median']:.4g} for the median of these records"
-        return [("mean absolute error", f"{found['mae']:.4g} in [{low:g}, {high:g}]; {flat}")]
-    if not found:
-        return []
-    most, seen = found["majority"], [row for row in found["classes"] if row["records"]]
-    worst = min(seen, key=lambda row: row["recall"])
-    right = f"{round(worst['recall'] * worst['records'])} of {worst['records']}"
-    area = "" if found["auc"] is None else f", AUC {found['auc']:.4f}"
-    return [
-        ("balanced accuracy", f"{100 * found['balanced_accuracy']:.2f} %{area}"),
-        ("majority's share", f"{100 * most['share']:.2f} %, class {most['class']}"),
-        ("worst recall", f"{100 * worst['recall']:.2f} %, class {worst['class']}: {right}"),
-    ]

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -10,13 +11,16 @@ import sys
 import warnings
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gredp.app.cli import main
 from gredp.app.report.command import write_report
+from gredp.app.report.facts import Facts
 from gredp.app.report.numbers import shown_epsilon
+from gredp.errors import GredpError
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
 from gredp.storage.spent import spent
@@ -86,6 +90,7 @@ def safe(path: Path) -> Page:
     )
     known = {"html", "head", "meta", "title", "style", "body", "header", "main", "section", "footer"}
     known |= {"h1", "h2", "h3", "p", "b", "span", "div", "code", "figure", "figcaption"}
+    known |= {"h4", "ul", "li", "details", "summary"}
     known |= {"table", "thead", "tbody", "tr", "th", "td"}
     known |= {"svg", "g", "defs", "path", "text", "use", "clippath", "rect"}
     assert {tag for tag, _ in page.elements} <= known
@@ -107,7 +112,7 @@ def test_training_leaves_a_page_that_says_what_the_ledger_says(runs):
     for words in (
         "Privacy report: lenet-small on digits",
         "1,438 records to train on",
-        "Adding one record to the training data, or removing one",
+        "The unit of privacy is one record (add or remove one record). Using one record or not changes",
         "8 steps of the ledger are composed by Rényi differential privacy (rdp)",
         "Selection: the last epoch; no epoch or setting was chosen by this run",
         "Verified. All 11 seals match, and the record lists the same steps and the same ε.",
@@ -383,3 +388,56 @@ def test_a_page_needs_no_torch(runs, tmp_path):
 def test_large_epsilons_are_not_shown_smaller_than_they_are(value, shown):
     assert shown_epsilon(value) == shown
     assert float(shown.replace(",", "")) >= value
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.0), (0.5, 0.01), (2.0, 1e-5), (8.0, 1e-3)])
+def test_no_test_for_membership_beats_the_bound_on_an_attacker(epsilon, delta):
+    """Against a linear program over all rates of error that (ε, δ) allows, prior one half."""
+    from scipy.optimize import linprog
+
+    factor = math.exp(epsilon)
+    limits = [[1, -factor], [factor, -1]]  # TPR ≤ e^ε FPR + δ, 1 − FPR ≤ e^ε (1 − TPR) + δ
+    best = linprog([-0.5, 0.5], limits, [delta, factor + delta - 1], bounds=[(0, 1), (0, 1)])
+    run = SimpleNamespace(spent=SimpleNamespace(proven_epsilon=epsilon, delta=delta))
+    assert Facts.attacker.fget(run) == pytest.approx(0.5 - best.fun, abs=1e-9)
+
+
+def test_the_page_is_one_to_sign(runs):
+    page = safe(write_report([runs / "shaped"]))
+    digest = hashlib.sha256((runs / "shaped" / "model.safetensors").read_bytes()).hexdigest()
+    after = [
+        "What ε does not cover",
+        "359 test records are taken to be public",
+        "The number of training records (1,438)",
+        "the names of the 10 classes",
+        "for k of them ε is up to k times as large",
+        digest,
+        "How good it is",
+        "majority's share",
+        "Those that differ from the defaults of gredp train:",
+        "noise shaped",
+        "settings at their defaults",
+        "Sign-off",
+    ]
+    places = [page.words.find(words) for words in after]
+    assert -1 not in places, after[places.index(-1)]
+    assert places == sorted(places)
+    assert "of the time with the model" in page.words
+
+
+def test_white_noise_has_no_picture_and_a_warning_is_shown(runs, tmp_path):
+    folder = copy(runs, tmp_path, "paper")
+    assert len(safe(write_report([folder])).all("svg")) == 4, "accuracy twice, loss twice"
+    record = json.loads((folder / "record.json").read_text())
+    record["evaluation"]["warning"] = "finds 0 of 9 of class <b>fraud"
+    (folder / "record.json").write_text(json.dumps(record))
+    assert "It finds 0 of 9 of class <b>fraud." in safe(write_report([folder])).words
+
+
+def test_runs_on_different_data_are_not_compared(runs, tmp_path):
+    other = copy(runs, tmp_path)
+    record = json.loads((other / "record.json").read_text())
+    record["data"]["name"] = "letters"
+    (other / "record.json").write_text(json.dumps(record))
+    with pytest.raises(GredpError, match=r"a run on digits and .* one on letters: compare runs on the same"):
+        write_report([runs / "shaped", other])

@@ -31,10 +31,11 @@ def write_report(runs: Sequence[str | Path], out: str | Path | None = None) -> P
     """Write the page, whole or not at all, and return its path. A folder that is no run is rejected."""
     from jinja2 import TemplateError
 
-    from gredp.app.report.facts import read_run
+    from gredp.app.report.facts import read_run, reject_different_data
     from gredp.app.report.page import page
 
     found = [read_run(run) for run in runs]
+    reject_different_data(found)
     name = "report.html" if len(runs) == 1 else "comparison.html"
     path = Path(out) if out is not None else Path(runs[0]) / name
     try:

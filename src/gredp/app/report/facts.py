@@ -1,13 +1,18 @@
 """What a run's folder says of it, read with distrust: ε comes from the ledger, whatever the record says."""
 
+import hashlib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gredp.app.evaluation_rows import evaluation_rows
+from gredp.app.not_covered import not_covered
 from gredp.app.settings import FILE, TrainSettings
+from gredp.errors import GredpError
 from gredp.privacy.ledger import Ledger, mechanisms
 from gredp.storage.files import read_document, read_json
 from gredp.storage.record import accuracy, load, shown_accuracy
@@ -104,6 +109,35 @@ class Facts:
         return None if self.accuracy is None else shown_accuracy(self.accuracy_name, self.accuracy)
 
     @property
+    def evaluation_rows(self) -> list[tuple[str, str]]:
+        return evaluation_rows(self.evaluation)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from the defaults of `gredp train`."""
+        usual = asdict(TrainSettings())
+        return {name: v for name, v in self.settings.items() if name not in usual or v != usual[name]}
+
+    @property
+    def model_sha256(self) -> str | None:
+        """Of the model's file, if there is one: what is signed off is this file and no other."""
+        file = self.folder / "model.safetensors"
+        return hashlib.sha256(file.read_bytes()).hexdigest() if self.record and file.is_file() else None
+
+    @property
+    def attacker(self) -> float:
+        """The most that a guess, right half of the time without the model, can be right with it.
+
+        By (ε, δ)-DP a test for membership has TPR ≤ e^ε FPR + δ and TNR ≤ e^ε FNR + δ; (TPR + TNR) / 2 is
+        largest where both hold with equality: (e^ε + δ) / (1 + e^ε).
+        """
+        return 1 - (1 - self.spent.delta) / (1 + math.exp(min(700.0, self.spent.proven_epsilon)))
+
+    @property
+    def not_covered(self) -> list[str]:
+        return list(not_covered(self.settings, self.data, self.spent.unit, bool(self.trials)))
+
+    @property
     def evaluation(self) -> dict[str, Any]:
         """Of the finished run, on the same records; empty in records from before there was one."""
         return dict(self.record.get("evaluation", {}))
@@ -131,6 +165,20 @@ def read_run(folder: str | Path) -> Facts:
     settings = read_document(folder / FILE) if (folder / FILE).exists() else {}
     record = load(folder)
     return Facts(folder, counted, record, read_json(folder / "metrics.json") | settings | record)
+
+
+def reject_different_data(runs: Sequence[Facts]) -> None:
+    """Accuracies on different data do not compare, and their ε does not add up."""
+    known = [run for run in runs if run.data]
+    for run in known[1:]:
+        first, other = (
+            [each.data.get(key) for key in ("name", "classes", "target")] for each in (known[0], run)
+        )
+        if first != other:
+            raise GredpError(
+                f"{known[0].folder} is a run on {known[0].data['name']} and {run.folder} one on "
+                f"{run.data['name']}: compare runs on the same dataset"
+            )
 
 
 def printable(text: str) -> str:

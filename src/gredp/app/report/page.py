@@ -73,11 +73,13 @@ def course(runs: Sequence[Facts]) -> Pictures:
 def noise(run: Facts) -> Pictures:
     """What each layer and frequency gets, and where the gradient is."""
     rows = run.known.get("spectrum", [])
+    levels = [float(value) for row in rows for value in row["noise_std"] or ()]
+    white = bool(levels) and max(levels) - min(levels) <= 1e-6 * max(levels)  # nothing to see in a picture
     noised = "How much noise each layer and frequency gets."
     learned = "Where the gradient is, as the run has learned it privately: the released energy shares."
     return _pictures(
         {
-            noised: figures.spectrum(rows, "noise_std") if run.private else None,
+            noised: figures.spectrum(rows, "noise_std") if run.private and not white else None,
             learned: figures.spectrum(rows, "norm_share"),
         }
     )
