@@ -35,6 +35,7 @@ MODELS = {
     "lenet": Blueprint("lenet-small", (1, 12, 12), ABC, image=(1, 12, 12)),
     "block-circulant": Blueprint("lenet5", (1, 16, 16), ABC, block=8, image=(1, 16, 16)),
     "standardized": Blueprint("wrn16-4", (3, 8, 8), ABC, image=(3, 8, 8)),
+    "number": Blueprint("mlp", (7,), (), target=(100.0, 300.0)),
     "scattering": Blueprint(
         "linear",
         (81, 3, 3),
@@ -76,7 +77,15 @@ def wanted(model, x):
     with torch.no_grad():
         if x.dim() == 4:
             x = 2 * x - 1 if model.extract is None else model.extract(x)
-        return model.network(x).double().softmax(1).numpy()
+        found = model.network(x).double()
+    if model.target is not None:
+        return model.target.units(found)[:, None].numpy()
+    return found.softmax(1).numpy()
+
+
+def size(model):
+    """Of what it says: probabilities, or numbers of a range."""
+    return 1 if model.target is None else model.target.high - model.target.low
 
 
 def test_onnxruntime_says_what_the_model_says(model):
@@ -84,8 +93,8 @@ def test_onnxruntime_says_what_the_model_says(model):
     for n in (1, 5):
         x = numbers(n, *model.shape)
         (found,) = session.run(None, {"input": x.numpy()})
-        assert found.shape == (n, 3)
-        assert np.abs(found - wanted(model, x)).max() < TOLERANCE
+        assert found.shape == (n, len(model.classes_) or 1)
+        assert np.abs(found - wanted(model, x)).max() < TOLERANCE * size(model)
 
 
 def test_a_program_of_torch_says_what_the_model_says(model):
@@ -94,7 +103,7 @@ def test_a_program_of_torch_says_what_the_model_says(model):
     assert note == {"gredp.json": '{"a": 1}'}
     for n in (1, 5):
         x = numbers(n, *model.shape)
-        assert np.abs(program(x).numpy() - wanted(model, x)).max() < TOLERANCE
+        assert np.abs(program(x).numpy() - wanted(model, x)).max() < TOLERANCE * size(model)
 
 
 def test_nothing_is_pickled_and_no_path_is_told(model):
@@ -212,7 +221,7 @@ def test_the_folder_is_complete_and_its_card_true(run, capsys):
     assert "license" not in head
     guarantee = gredp.load(run).guarantee
     assert f"Training is **{guarantee}**" in body
-    assert f"Test accuracy: {100 * record['test_accuracy']:.2f} % of" in body
+    assert f"Test accuracy: {100 * record['test_accuracy']:.2f} % on" in body
     assert "held out of the private ones" in body
     for name in ("model.onnx", "model.pt2", "model.safetensors", "config.json"):
         assert f"| `{name}` | `{hashlib.sha256((out / name).read_bytes()).hexdigest()}` |" in body
@@ -245,6 +254,24 @@ def test_what_cannot_be_exported_is_said_in_a_line(run, tmp_path, monkeypatch):
     ):
         run_export(ExportSettings(str(run), out=str(tmp_path / "new")))
     assert not (tmp_path / "new").exists()
+
+
+def test_a_number_is_exported_in_its_units(tmp_path):
+    draw = np.random.default_rng(0)
+    rows = "".join(f"{x:.3f},{500 + 300 * x:.2f}\n" for x in draw.uniform(-1, 1, 300))
+    (tmp_path / "rents.csv").write_text("size,rent\n" + rows)
+    (tmp_path / "rents.toml").write_text('label = "rent"\ntarget = [0, 1000]\n[numeric]\nsize = [-1, 1]\n')
+    options = ["--accountant", "rdp", "--epochs", "2", "--out", str(tmp_path / "run"), "--json"]
+    cli.main(["train", "--data", str(tmp_path / "rents.csv"), *options])
+    run_export(ExportSettings(str(tmp_path / "run")))
+    out, x = tmp_path / "run" / "export", np.array([[0.5], [-0.25]], np.float32)
+    (found,) = onnxruntime.InferenceSession(out / "model.onnx").run(["prediction"], {"input": x})
+    wanted = gredp.load(out).predict([{"size": 0.5}, {"size": -0.25}])
+    assert np.abs(found[:, 0] - wanted).max() < 1000 * TOLERANCE
+    text = (out / "README.md").read_text()
+    assert yaml.safe_load(text.split("---\n")[1])["pipeline_tag"] == "tabular-regression"
+    assert "It predicts a number from 0 to 1000" in text
+    assert "Test R²: " in text
 
 
 def test_the_card_of_a_run_with_a_known_seed_says_so(tmp_path):

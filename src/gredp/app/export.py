@@ -11,7 +11,7 @@ import tyro
 
 from gredp.errors import GredpError
 from gredp.storage.files import make_folder, write
-from gredp.storage.record import accuracy, dumps, load
+from gredp.storage.record import accuracy, dumps, load, shown_accuracy
 
 if TYPE_CHECKING:
     from gredp.app.predictor import Predictor
@@ -47,8 +47,9 @@ def run_export(settings: ExportSettings) -> None:
     own, other = (run / MODEL).read_bytes(), out / MODEL
     if other.exists() and other.read_bytes() != own:
         raise GredpError(f"{out} holds another model: give an --out that does not exist yet")
-    config = describe(predictor, record)
-    model, note = Whole(predictor), dumps(config)
+    model = Whole(predictor)
+    config = describe(predictor, record, model.output)
+    note = dumps(config)
     files = {MODEL: own, f"model.{settings.format}": FORMATS[settings.format](model, note)}
     if (run / FEATURES).exists():
         files[FEATURES] = (run / FEATURES).read_bytes()
@@ -62,7 +63,7 @@ def run_export(settings: ExportSettings) -> None:
     print(f"{out / f'model.{settings.format}'}, with {CARD} and {CONFIG}; the model: {predictor.guarantee}")
 
 
-def describe(predictor: "Predictor", record: dict[str, Any]) -> dict[str, Any]:
+def describe(predictor: "Predictor", record: dict[str, Any], output: str) -> dict[str, Any]:
     """What a program must know to use the file: declared or released values only."""
     from gredp.app.data.tables import encoding
 
@@ -74,7 +75,8 @@ def describe(predictor: "Predictor", record: dict[str, Any]) -> dict[str, Any]:
         "gredp_version": record["versions"].get("gredp"),
         "classes": list(blueprint.classes),
         "input": {"name": "input", "dtype": "float32", "shape": list(shape)},
-        "output": {"name": "probabilities", "dtype": "float32", "shape": ["n", len(blueprint.classes)]},
+        "target": blueprint.target,
+        "output": {"name": output, "dtype": "float32", "shape": ["n", len(blueprint.classes) or 1]},
         "pixels": None if blueprint.image is None else "in [0, 1], channels first; color as RGB",
         "schema": None if schema is None else asdict(schema),
         "encoding": None if schema is None else encoding(schema),
@@ -98,7 +100,7 @@ def card(predictor: "Predictor", record: dict[str, Any], config: dict[str, Any],
         keep_trailing_newline=True,
     )
     environment.filters["listed"] = listed
-    name, share = accuracy(record)
+    measure, value = shown_accuracy(*accuracy(record))
     return environment.get_template("card.md.j2").render(
         config=config,
         blueprint=predictor.blueprint,
@@ -106,8 +108,7 @@ def card(predictor: "Predictor", record: dict[str, Any], config: dict[str, Any],
         private=predictor.guarantee.noise_multiplier > 0,
         record=record,
         settings=record["settings"],
-        accuracy_name=name.replace("_", " "),
-        accuracy=share,
+        measured=f"{measure[0].upper()}{measure[1:]}: {value}",
         sums=sums,
     )
 

@@ -21,22 +21,22 @@ from gredp.app.predictor import Predictor
 from gredp.errors import GredpError
 from gredp.layers import BlockCirculantLinear, SpectralConv2d, WSConv2d
 
-#: what the file takes and gives
-INPUT, OUTPUT = "input", "probabilities"
+#: what the file takes
+INPUT = "input"
 #: where a file keeps what config.json says
 NOTE = "gredp.json"
 
 
 class Whole(nn.Module):
-    """`[n, channels, height, width]` in [0, 1], or columns `[n, d]` → probabilities `[n, classes]`."""
+    """`[n, channels, height, width]` in [0, 1], or columns `[n, d]` → probabilities `[n, classes]`.
+
+    Of a model that predicts a number, `[n, 1]` in its declared range.
+    """
 
     def __init__(self, predictor: Predictor) -> None:
         super().__init__()
         blueprint, extract = predictor.blueprint, predictor.extract
-        if blueprint.target is not None:
-            raise GredpError(
-                "gredp export knows classes, and this model predicts a number: use gredp predict"
-            )
+        self.target = blueprint.target
         shape = blueprint.image or blueprint.input_shape
         #: of one record
         self.shape = tuple(shape)
@@ -50,7 +50,16 @@ class Whole(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = centered(x) if self.features is None else self.features(x)
-        return torch.softmax(self.network(x), 1)
+        found = self.network(x)
+        if self.target is None:
+            return torch.softmax(found, 1)
+        low, high = self.target
+        return low + (high - low) * (found.clamp(-1, 1) + 1) / 2
+
+    @property
+    def output(self) -> str:
+        """What the file gives."""
+        return "probabilities" if self.target is None else "prediction"
 
 
 class Frozen(nn.Module):
@@ -126,7 +135,7 @@ def to_onnx(model: Whole, note: str) -> bytes:
         raise GredpError(f"--format onnx needs {error.name}: pip install 'gredp[onnx]'") from None
     with _quiet():
         exported = torch.onnx.export(
-            _program(model), input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
+            _program(model), input_names=[INPUT], output_names=[model.output], dynamo=True, verbose=False
         )
     assert exported is not None
     found = exported.model_proto
