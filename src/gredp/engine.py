@@ -21,6 +21,7 @@ from gredp.guarantee import Guarantee
 from gredp.mechanisms import mechanism
 from gredp.mechanisms.plan import Needs, positive_norm
 from gredp.mechanisms.registry import noise_scale
+from gredp.memory import keep_freed_memory
 from gredp.opacus_names import OpacusNames, without_opacus_options
 from gredp.optimizer import PrivateOptimizer
 from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
@@ -146,6 +147,7 @@ class PrivacyEngine(OpacusNames):
         """
         if self.secure_mode and (noise_generator or getattr(data_loader, "generator", None)) is not None:
             raise GredpError("secure_mode draws from the engine's secret: remove the generators")
+        keep_freed_memory()
         bands = whole_bands(correlation_bands)
         chosen = mechanism(method, noise, claim, clipping, bands, **without_opacus_options(options))
         schedule = checked_schedule(noise_schedule, bands)

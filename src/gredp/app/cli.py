@@ -76,9 +76,7 @@ def run_train(settings: TrainSettings) -> None:
     settings.check()
     from gredp.app.console import Bar, show_run
     from gredp.app.train import train
-    from gredp.memory import keep_freed_memory
 
-    keep_freed_memory()
     with nullcontext() if settings.json else Bar() as progress:
         run = train(settings, progress)
     if run.record:  # only in the first of several processes
