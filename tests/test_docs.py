@@ -172,7 +172,8 @@ def test_the_first_example_runs_as_it_stands_and_prints_what_the_page_says(capsy
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_code_of_the_tutorial_runs(capsys):
+def test_code_of_the_tutorial_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks("docs/tutorial.md"):
         exec(compile(block, "docs/tutorial.md", "exec"), names)

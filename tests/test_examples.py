@@ -1,10 +1,12 @@
 """Every example runs, as its first lines say, on small settings of its own."""
 
+import json
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -36,6 +38,23 @@ def test_it_runs(name, arguments, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(FOLDER / name), run_name="__main__")
     assert capsys.readouterr().out.count("proven ε") == (5 if name == "compare_methods.py" else 1)
+
+
+@pytest.mark.pages
+def test_the_notebook_runs_from_a_table_to_predictions(capsys, monkeypatch, tmp_path):
+    """Its cells in order, as Jupyter would; it is kept without outputs."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((FOLDER / "own_table.ipynb").read_text())["cells"]
+    names: dict = {}
+    for number, cell in enumerate(c for c in cells if c["cell_type"] == "code"):
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+        exec(compile("".join(cell["source"]), f"own_table.ipynb, cell {number}", "exec"), names)
+    said = capsys.readouterr().out
+    assert "as in an id" in said
+    assert said.count("proven ε") == 2
+    assert np.mean(names["predicted"] == names["later"]) > 0.8
+    assert len((tmp_path / "predictions.csv").read_text().splitlines()) == 101
+    assert (tmp_path / "runs" / "patients" / "report.html").exists()
 
 
 @pytest.mark.slow

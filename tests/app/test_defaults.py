@@ -62,10 +62,11 @@ def test_another_network_gets_none_of_the_features(tmp_path, options):
 def test_a_batch_of_all_is_one_of_those_that_are_not_held_out():
     """Hashes decide which are: about, not exactly, the share that was chosen."""
     settings = TrainSettings(holdout=0.2, batch_size=16)
-    for left, batch in ((15, 15), (16, 16), (17, 16)):
+    for left, batch in ((15, 15), (16, 16), (17, 17)):
         y = torch.zeros(20, dtype=torch.long)
         data = Splits("pets", 2, y[:left], y[:left], y[left:], y[left:])
         assert _with_records_left(settings, data).batch_size == batch
+        assert _with_records_left(replace(settings, batch_size=8), data).batch_size == 8
         assert _with_records_left(replace(settings, batch_size=21), data).batch_size == 21
         assert _with_records_left(replace(settings, holdout=None), data).batch_size == 16
 

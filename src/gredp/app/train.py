@@ -96,9 +96,11 @@ def train(
 def _with_records_left(settings: TrainSettings, data: Splits) -> TrainSettings:
     """Hashes hold out about the requested share: a batch of all the others is one of all that are left."""
     left, held = len(data.y_train), len(data.y_test)
-    if settings.holdout is None or not left < settings.batch_size <= left + held:
+    if settings.holdout is None:
         return settings
-    return replace(settings, batch_size=left)
+    expected = int((left + held) * (1 - settings.holdout))  # a batch of them would leave a few for a second
+    whole = left < settings.batch_size <= left + held or settings.batch_size == expected
+    return replace(settings, batch_size=left) if whole else settings
 
 
 def _start(session: Session, tracked: TrackerGroup) -> tuple[None, bytes]:
