@@ -10,8 +10,8 @@ from PIL import Image
 import gredp.app.defaults as defaults
 from gredp.app.data import Splits
 from gredp.app.merge_settings import resolved
+from gredp.app.session import batch_size
 from gredp.app.settings import TrainSettings
-from gredp.app.train import _with_records_left
 
 
 def tree(root, size=(40, 40), mode="L", count=10, splits=("",)):
@@ -65,10 +65,10 @@ def test_a_batch_of_all_is_one_of_those_that_are_not_held_out():
     for left, batch in ((15, 15), (16, 16), (17, 17)):
         y = torch.zeros(20, dtype=torch.long)
         data = Splits("pets", 2, y[:left], y[:left], y[left:], y[left:])
-        assert _with_records_left(settings, data).batch_size == batch
-        assert _with_records_left(replace(settings, batch_size=8), data).batch_size == 8
-        assert _with_records_left(replace(settings, batch_size=21), data).batch_size == 21
-        assert _with_records_left(replace(settings, holdout=None), data).batch_size == 16
+        assert batch_size(settings, data) == batch
+        assert batch_size(replace(settings, batch_size=8), data) == 8
+        assert batch_size(replace(settings, batch_size=21), data) == 21
+        assert batch_size(replace(settings, holdout=None), data) == 16
 
 
 def test_options_override_what_is_chosen(tmp_path):

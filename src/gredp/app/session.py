@@ -70,7 +70,8 @@ class Session:
         )
         model = self._model(statistics)
         records = Records(data, engine.secret if settings.augment else None)
-        loader = DataLoader(records, batch_size=settings.batch_size)
+        self.batch_size = batch_size(settings, data)
+        loader = DataLoader(records, batch_size=self.batch_size)
         self.per_epoch = len(loader)
         make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
         self.model, self.optimizer, self.loader = make(
@@ -229,6 +230,19 @@ def _reject_finished(folder: Path) -> None:
         raise GredpError(
             f"{folder} has finished: its budget is spent; --fork {shlex.quote(str(folder))} starts from it"
         )
+
+
+def batch_size(settings: TrainSettings, data: Splits) -> int:
+    """Hashes hold out about the requested share: a batch of all the others is one of all that are left.
+
+    The settings stay as they are, so that the command that began a run can resume it.
+    """
+    left, held = len(data.y_train), len(data.y_test)
+    if settings.holdout is None:
+        return settings.batch_size
+    expected = int((left + held) * (1 - settings.holdout))  # a batch of them would leave a few for a second
+    whole = left < settings.batch_size <= left + held or settings.batch_size == expected
+    return left if whole else settings.batch_size
 
 
 def network(settings: TrainSettings, data: Splits) -> str:

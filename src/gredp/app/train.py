@@ -59,7 +59,6 @@ def train(
     with process_group():
         head, first = header(), rank() == 0
         records, extractor = read_data(settings, data)
-        settings = _with_records_left(settings, records)
         kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
         facts = {"resume": bool(settings.resume), "data": describe_data(records, extractor)}
         reject_differences(kept | facts)
@@ -93,16 +92,6 @@ def train(
             engine.detach()
 
 
-def _with_records_left(settings: TrainSettings, data: Splits) -> TrainSettings:
-    """Hashes hold out about the requested share: a batch of all the others is one of all that are left."""
-    left, held = len(data.y_train), len(data.y_test)
-    if settings.holdout is None:
-        return settings
-    expected = int((left + held) * (1 - settings.holdout))  # a batch of them would leave a few for a second
-    whole = left < settings.batch_size <= left + held or settings.batch_size == expected
-    return replace(settings, batch_size=left) if whole else settings
-
-
 def _start(session: Session, tracked: TrackerGroup) -> tuple[None, bytes]:
     """In the first process only."""
     settings = session.settings
@@ -122,7 +111,7 @@ def _epochs(session: Session, tracked: Tracker) -> None:
     factor = rate_factor(settings.schedule, settings.warmup, session.steps)
     rate = LambdaLR(session.optimizer, factor, last_epoch=session.charged - 1)
     if session.progress is not None:
-        session.progress.begin(session.steps, session.charged, settings.batch_size)
+        session.progress.begin(session.steps, session.charged, session.batch_size)
     while not session.metrics or session.metrics[-1]["epoch"] < settings.epochs:
         left_of_epoch = session.per_epoch - session.charged % session.per_epoch
         _steps(session, rate, min(left_of_epoch, session.steps - session.charged))
@@ -179,6 +168,7 @@ def _finish(session: Session, head: dict[str, Any]) -> Run:
     accuracy, facts = f"{settings.split}_{session.task.name}", session.facts()
     data = session.data
     facts["settings"] |= {"model": session.blueprint.network, "block": session.blueprint.block}
+    facts["settings"]["batch_size"] = session.batch_size
     record = {
         **head,
         **facts,
