@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from gredp.app.not_covered import held_out, not_covered
 from gredp.errors import GredpError
+from gredp.guarantee import NEIGHBORS
 from gredp.storage.files import make_folder, write
 from gredp.storage.record import accuracy, dumps, load, shown_accuracy
 
@@ -100,6 +102,8 @@ def card(predictor: "Predictor", record: dict[str, Any], config: dict[str, Any],
         keep_trailing_newline=True,
     )
     environment.filters["listed"] = listed
+    unit = next(unit for unit, words in NEIGHBORS.items() if words == predictor.guarantee.neighbors)
+    tuned = any(row.get("trials") for row in record["ledger"])
     measure, value = shown_accuracy(*accuracy(record))
     return environment.get_template("card.md.j2").render(
         config=config,
@@ -108,6 +112,9 @@ def card(predictor: "Predictor", record: dict[str, Any], config: dict[str, Any],
         private=predictor.guarantee.noise_multiplier > 0,
         record=record,
         settings=record["settings"],
+        unit=unit,
+        held_out=held_out(record["settings"]),
+        not_covered=list(not_covered(record["settings"], record["data"], unit, tuned)),
         measured=f"{measure[0].upper()}{measure[1:]}: {value}",
         sums=sums,
     )

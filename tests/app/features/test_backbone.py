@@ -191,6 +191,7 @@ def test_a_run_names_its_weights_and_goes_on_with_the_same_only(file, weights, f
     assert again.record["data"] == whole.record["data"]
 
 
+@pytest.mark.filterwarnings("ignore:15 training records are too few")
 def test_held_out_records_take_the_place_of_the_test_set(few, tmp_path):
     x_test = few.x_test.clone()
     few.x_test.fill_(torch.nan)  # to look at it would show
