@@ -56,7 +56,7 @@ class PlanSettings:
     batch_size: int | None = None
     epochs: int | None = None
     accountant: AccountantName = "pld"
-    """of the recommended settings; curves and other ε follow rdp, scaled to them, to about 3 percent"""
+    """of the recommended settings; other ε (to 3 percent) and curves (to 7 at their ends) follow rdp"""
     allow_large_delta: Flag = False
     """allow a --delta of 1/records or more, at which ε means little"""
     no_measure: Flag = False
