@@ -29,6 +29,7 @@ import test_layer_laws as layer_laws
 import test_loss_distribution
 import test_mechanism_laws as laws
 import test_normalize
+import test_person_option
 import test_ranks
 import test_reduction
 import test_rounding
@@ -42,6 +43,7 @@ import test_cyclic
 import test_distributed
 import test_draws
 import test_engine
+import test_persons
 import test_randomness
 import test_sampling
 import test_validation
@@ -137,6 +139,15 @@ MUTANTS = [
         bugs.views_clipped_one_by_one,
         test_views.test_one_record_with_all_its_views_moves_the_sum_by_at_most_the_clip_norm,
         ("dpsgd",),
+    ),
+    Mutant(
+        bugs.records_of_a_person_clipped_one_by_one,
+        test_persons.test_a_person_moves_the_sum_by_at_most_the_clip_norm,
+    ),
+    Mutant(bugs.units_mixed_in_a_ledger, test_persons.test_a_ledger_has_one_unit),
+    Mutant(
+        bugs.statistics_of_records_for_persons,
+        test_person_option.test_means_and_energies_are_those_of_persons,
     ),
     Mutant(
         bugs.views_of_a_record_torn_apart,

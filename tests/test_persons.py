@@ -1,4 +1,4 @@
-"""A person, not a row: persons are drawn, some of their records take part, and all of these are clipped once."""
+"""A person, not a row: persons are drawn, some of their records take part, and these are clipped once."""
 
 import math
 from collections import Counter
@@ -192,7 +192,7 @@ def test_the_records_of_a_person_stay_together_in_physical_batches(size):
 
 
 def test_a_person_moves_the_sum_by_at_most_the_clip_norm():
-    """N: for every draw and every person in it, be their records hostile; those whose records agree reach it."""
+    """N: for every draw and person, be their records hostile; those whose records agree reach it."""
     model, optimizer, loader, _ = private(dense_model, max_grad_norm=0.1)
     moves = []
     for scale in (1.0, 1e6, 1e-9, 1e38, math.nan):

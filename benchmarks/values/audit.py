@@ -20,6 +20,8 @@ def values() -> dict[str, Any]:
         "proven": len(proven),
         "fallen": sum(proven),
         "canaries": next(row["canaries"] for row in rows if "canaries" in row),
+        "persons": load("persons"),
+        "moves": [_moved(row) for row in load("persons")["rows"]],
         "claims": [_claim(row) for row in rows],
         "caught": sum(row["caught"] for row in bugs),
         "bugs": [(row["bug"], row["check"], row["says"] or "–") for row in bugs],
@@ -45,6 +47,16 @@ def _claim(row: dict[str, Any]) -> tuple[str, ...]:
         verdict,
         attack,
     )
+
+
+def _moved(row: dict[str, Any]) -> tuple[str, ...]:
+    """A sensitivity is rounded up, as every bound on what a person may move."""
+    found = row["audit"]
+    moves = (f"{math.ceil(1e4 * row['sensitivity'][key]) / 1e4:.4f}" for key in ("random", "alike"))
+    lower = f"{math.floor(100 * found['audited_epsilon_lower']) / 100:.2f}"
+    verdict = "**refuted**" if found["refuted"] else "not refuted"
+    name = "each person (the engine)" if row["clipped"] == "person" else "each record (planted bug)"
+    return name, *moves, _up(found["claimed_epsilon"]), lower, verdict
 
 
 def _up(value: float | str) -> str:

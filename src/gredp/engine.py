@@ -131,17 +131,17 @@ class PrivacyEngine(OpacusNames):
 
         Sums are divided by the loader's batch size, whatever was drawn. The gradients of a record's views are
         averaged before the record is clipped, so K and z are those of one view. The transforms of one record
-        must not depend on which others were drawn. With `persons` those are drawn, at rate batch_size/persons:
-        `batch_size` counts persons, and a person's gradients are averaged and clipped as one. With correlation
-        bands the records are split into b parts that take turns, each drawn at rate b·q: T steps cost as much
-        as ⌈T/b⌉ steps at that rate.
+        must not depend on which others were drawn. With `persons` those are drawn: `batch_size` counts
+        persons, and the gradients of each are averaged and clipped as one. With correlation bands the records
+        are split into b parts that take turns, each drawn at rate b·q: T steps cost as much as ⌈T/b⌉ steps at
+        that rate.
 
         | case | what happens |
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | rejected by name |
         | a trainable parameter that the optimizer lacks, or one that is not the model's | rejected |
         | poisson_sampling=False, a model in torch's DistributedDataParallel | rejected |
-        | a record without a person or with two; `persons` after steps without them, or the reverse | rejected |
+        | a record without one person; `persons` after steps without them, or the reverse | rejected |
         | several processes | train as one, from the first one's weights; rejected if their settings differ |
         | correlation_bands·q above 1; correlation bands with `claim="paper"`, plain, a schedule | rejected |
         """
@@ -234,8 +234,8 @@ class PrivacyEngine(OpacusNames):
         | `**request` | | any other argument of `make_private` |
 
         Under `claim="paper"` σ is what the paper's experiments would take, and the proven ε is larger. With a
-        stated `sample_rate`, records are batch_size/sample_rate; with `persons`, those count. With a `noise_schedule`, z is the common
-        factor of its stages.
+        stated `sample_rate`, records (or persons) are batch_size/sample_rate. With a `noise_schedule`, z is
+        the common factor of its stages.
 
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset

@@ -168,7 +168,7 @@ class Watcher:
     def __init__(self) -> None:
         self.shown: list[tuple[int, float]] = []
 
-    def begin(self, steps, done, batch):
+    def begin(self, steps, done, batch, what):
         self.steps = (steps, done, batch)
 
     def step(self, done, epsilon):

@@ -136,6 +136,28 @@ def views_clipped_one_by_one(patch: Patch) -> None:
     rows_not_compared_with_records(patch)
 
 
+def records_of_a_person_clipped_one_by_one(patch: Patch) -> None:
+    """Each of the k records of a drawn person is bounded by itself: they move the sum by up to k·C."""
+    views_clipped_one_by_one(patch)
+
+
+def units_mixed_in_a_ledger(patch: Patch) -> None:
+    """Steps on records and steps on persons are added up as if they were of one kind."""
+    patch.setattr(ledger, "one_unit", lambda entries, unit: None)
+    patch.setattr(engine, "one_unit", lambda entries, unit: None)
+
+
+def statistics_of_records_for_persons(patch: Patch) -> None:
+    """The query before training counts each record of a person in full."""
+    honest = normalize.release
+
+    def in_full(engine, x, query, shares=None):
+        return honest(engine, x, query, None if shares is None else shares.ceil())
+
+    patch.setattr(normalize, "release", in_full)
+    patch.setattr(session, "release", in_full)
+
+
 def views_of_a_record_torn_apart(patch: Patch) -> None:
     """A physical batch may end between two views, and the next one's records begin with what is left."""
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gredp.adapters.budget import Budget, reject_private_metric
 from gredp.audit.canaries import Grid
 from gredp.audit.examples import Effort, Verdict, verdict
-from gredp.audit.victims import EngineStep
+from gredp.audit.victims import EnginePersons, EngineStep
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.privacy import ledger as ledger_
@@ -41,8 +41,15 @@ def game(
     others: int = 3,
     noise_multiplier: float = 0.5,
 ) -> Verdict:
-    """The game against one step of the engine, held to what its own ledger was charged."""
-    victim = EngineStep(options, noise_multiplier, grids=grids, seed=effort.seed)
+    """The game against one step of the engine, held to what its own ledger was charged.
+
+    Of a person, if the options name a number of records.
+    """
+    if "records_per_person" in options:
+        run = 1, 1.0  # steps, rate
+        victim: EngineStep = EnginePersons(options, noise_multiplier, *run, grids=grids, seed=effort.seed)
+    else:
+        victim = EngineStep(options, noise_multiplier, grids=grids, seed=effort.seed)
     return verdict(effort, victim, grids, victim.claim("proven"), only, others)
 
 

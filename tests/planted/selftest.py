@@ -11,6 +11,7 @@ from planted import bugs, checks
 DPSGD: dict[str, Any] = {"method": "dpsgd"}
 GREDP: dict[str, Any] = {"method": "gredp"}
 SHAPED: dict[str, Any] = {"method": "gredp", "noise": "shaped"}
+PERSONS: dict[str, Any] = {"method": "dpsgd", "records_per_person": 4}
 LAYERS: dict[str, Any] = {"method": "dpsgd", "clipping": "layer_wise"}
 
 
@@ -42,6 +43,7 @@ SELF_TEST = [
     Planted(bugs.real_noise_only, GAME, (GREDP, ("odd pair",))),
     Planted(bugs.last_coefficient_without_noise, GAME, (GREDP, ("quietest",))),
     Planted(bugs.clip_of_the_mean_loss, GAME, (DPSGD,)),
+    Planted(bugs.records_of_a_person_clipped_one_by_one, GAME, (PERSONS,)),
     Planted(bugs.noise_divided_by_the_batch, GAME, (DPSGD,)),
     Planted(bugs.empty_batches_skipped, GAME, (DPSGD, ("random",), ((8,),), 0)),
     Planted(bugs.micro_batches_clipped_as_one, GAME, (DPSGD,)),

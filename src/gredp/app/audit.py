@@ -183,6 +183,8 @@ def _case(settings: AuditSettings) -> "Case":
     options = method(
         trained.method, trained.noise, trained.clipping, claim=trained.claim, correlation_bands=bands
     )
+    if trained.person is not None and bands == 1:  # the game of turns is played with one row for each
+        options["records_per_person"] = trained.records_per_person
     # At the noise at which few plays prove most: z is linear in σ.
     return Case(f"the method of {Path(settings.run).name}", options | trained.options(), "proven")
 

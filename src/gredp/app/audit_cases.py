@@ -57,6 +57,7 @@ CASES = (
     Case("Spectral-DP", method("spectral_dp"), "paper"),
     Case("DP-SGD, 4 steps", method("dpsgd"), steps=4, sigma=1.0),
     Case("GReDP shaped, 4 steps", method("gredp", "shaped"), steps=4, sigma=1.0),
+    Case("DP-SGD, a person with 6 records", method("dpsgd", records_per_person=4)),
     Case("DP-SGD, 4 steps at rate ½", method("dpsgd"), steps=4, rate=0.5, sigma=1.0),
     Case("GReDP, 4 steps", method("gredp"), "paper", steps=4, sigma=1.0),
     Case("GReDP, 4 steps at rate ½", method("gredp"), "paper", steps=4, rate=0.5, sigma=1.0),
@@ -84,11 +85,14 @@ def run_case(
         alarm = one_run(*_digits(), options, case.sigma, claim=case.claim, steps=case.steps, **effort)
         return {**head, "game": "one run, gross-error alarm", **alarm.to_json()}
     from gredp.audit.game import audit
-    from gredp.audit.victims import EngineRun, EngineStep, EngineTurn
+    from gredp.audit.victims import EnginePersons, EngineRun, EngineStep, EngineTurn
 
     victim: EngineStep
     only: tuple[str, ...]
-    if case.steps > 1 or case.rate < 1:
+    if options.get("records_per_person") is not None:
+        game, only, usual = "a person, not a record", ("random",), PLAYS
+        victim = EnginePersons(options, case.sigma, case.steps, case.rate, grids=((8,),), seed=seed)
+    elif case.steps > 1 or case.rate < 1:
         game, only, usual = "whole run", ("random",), RUN_PLAYS.get(case.rate, 3000)
         victim = EngineRun(options, case.sigma, case.steps, case.rate, grids=((8,),), seed=seed)
     else:

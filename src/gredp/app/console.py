@@ -39,11 +39,11 @@ BESIDE_BAR, NARROWEST = 73, 4
 
 
 class Throughput(ProgressColumn):
-    """Records per second, from the expected batch size: the one that was drawn is secret."""
+    """Records, or persons, per second, from the expected batch size: the one that was drawn is secret."""
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed * task.fields['batch']:,.0f} records/s")
+        speed, what = task.finished_speed or task.speed, task.fields.get("what", "records")
+        return Text("" if speed is None else f"{speed * task.fields['batch']:,.0f} {what}/s")
 
 
 #: a table of confusions is shown for so many classes
@@ -75,9 +75,10 @@ class Bar:
         line = f"resuming {folder}: {done} of {steps} steps are done, {spent} is spent"
         self._progress.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
-    def begin(self, steps: int, done: int, batch: int) -> None:
-        """`done` of `steps` are charged already, each on `batch` records on average."""
-        self._task = self._progress.add_task("training", total=steps, completed=done, batch=batch, status="")
+    def begin(self, steps: int, done: int, batch: int, what: str = "records") -> None:
+        """`done` of `steps` are charged already, each on `batch` records, or persons, on average."""
+        shown: dict[str, Any] = {"batch": batch, "what": what, "status": ""}
+        self._task = self._progress.add_task("training", total=steps, completed=done, **shown)
         self._progress.start()
 
     def step(self, done: int, epsilon: float) -> None:
@@ -127,13 +128,14 @@ def show_run(run: "Run", as_json: bool, report: Path | None = None) -> None:
     record, settings = run.record, run.record["settings"]
     guarantee = Guarantee.from_json(record["guarantee"])
     name, share = accuracy(record)
+    unit = "record" if record["data"].get("persons") is None else "person"
     found = record.get("evaluation", {})
     result = {**record["guarantee"], name: share, "evaluation": found, "run": str(run.folder)}
     rows = [
         shown_accuracy(name, share),
         *evaluation_rows(found),
         *guarantee.rows(),
-        ("δ × records", delta_times(guarantee.delta, record["data"]["records"])),
+        (f"δ × {unit}s", delta_times(guarantee.delta, record["data"][f"{unit}s"])),
         ("run", str(run.folder)),
     ]
     if report is not None:

@@ -83,9 +83,10 @@ def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Spl
     if given is not None and extractor is not None:
         raise GredpError("features are cached by dataset: data in memory cannot be used with them")
     source = source_of(settings), settings.data_dir, settings.holdout, settings.image_size
-    data = given or load(*source, settings.target_range)
+    data = given or load(*source, settings.target_range, settings.person)
     if extractor is not None:
-        data = extract_cached(extractor, data, *source)
+        persons = () if settings.person is None else (settings.person,)
+        data = extract_cached(extractor, data, *source, *persons)
     if data.schema is not None and data.schema.shares is not None and settings.clipping == "automatic":
         raise GredpError(
             "automatic clipping makes all gradients equally long, whatever the weight of their class: with "
@@ -105,6 +106,7 @@ def describe_data(data: Splits, extractor: FeatureExtractor | None = None) -> di
     return {
         "name": data.name,
         "records": len(data.x_train),
+        "persons": None if data.persons is None else data.units,
         "test_records": len(data.x_test),
         "classes": data.classes,
         **({} if data.target is None else {"target": list(data.target)}),

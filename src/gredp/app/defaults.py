@@ -1,7 +1,8 @@
 """Settings that `gredp train` chooses for a user's own data, where no option says otherwise. No torch.
 
-They depend on public facts alone: the kind of data, the size of the images, how many records there are. No
-record is looked at, except for the size and color of one image.
+They depend on public facts alone: the kind of data, the size of the images, how many records there are (how
+many persons, with --person: batches are of persons then). No record is looked at, except for the size and
+color of one image.
 """
 
 import math
@@ -48,7 +49,7 @@ def own_defaults(settings: TrainSettings, named: Collection[str]) -> dict[str, A
         return {}
     try:
         if path.suffix == ".csv":
-            return _table(path, settings.holdout)
+            return _table(path, settings)
         if is_classed(path) or path.suffix == ".npz" or path.is_dir():
             return _images(path, settings, named)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
@@ -56,14 +57,18 @@ def own_defaults(settings: TrainSettings, named: Collection[str]) -> dict[str, A
     return {}
 
 
-def _table(path: Path, holdout: float | None) -> dict[str, Any]:
-    from gredp.app.data.tables import read_schema
+def _table(path: Path, settings: TrainSettings) -> dict[str, Any]:
+    from gredp.app.data.holdout import trained_on
+    from gredp.app.data.tables import read_columns, read_schema
 
-    with path.open("rb") as file:
-        rows = sum(1 for line in file if line.strip()) - 1
-    schema = read_schema(path)
+    holdout, schema = settings.holdout, read_schema(path)
     share = {} if holdout is not None or schema.test is not None else {"holdout": HOLDOUT}
-    training = rows * (1 - share.get("holdout", holdout or 0.0))
+    apart = share.get("holdout", holdout or 0.0)
+    if settings.person is not None:
+        training: float = trained_on(read_columns(path, [settings.person])[settings.person], apart)
+    else:
+        with path.open("rb") as file:
+            training = (sum(1 for line in file if line.strip()) - 1) * (1 - apart)
     return share | for_table(training) | _descent(schema)
 
 
@@ -83,13 +88,20 @@ def _descent(schema: "Schema") -> dict[str, Any]:
 
 
 def _images(path: Path, settings: TrainSettings, named: Collection[str]) -> dict[str, Any]:
+    from gredp.app.data.holdout import trained_on
+    from gredp.app.data.persons import FOLDER, of_files
+
     chosen: dict[str, Any] = {}
     if is_classed(path):
         splits = image_splits(path)
-        records, shape = _of_folders(splits)
+        files, shape = _of_folders(splits, "*/*/*" if settings.person == FOLDER else "*/*")
         if len(splits) == 1:
             chosen["holdout"] = settings.holdout or HOLDOUT
-            records = int(records * (1 - chosen["holdout"]))
+        apart = chosen.get("holdout", 0.0)
+        if settings.person is not None:
+            records = trained_on(of_files(files, settings.person), apart)
+        else:
+            records = int(len(files) * (1 - apart))
     else:
         records, shape = _of_arrays(path)
     channels, *sides = shape
@@ -127,15 +139,15 @@ def for_images(records: int, shape: tuple[int, int, int], pretrained: bool = Fal
     }
 
 
-def _of_folders(splits: list[Path]) -> tuple[int, tuple[int, int, int]]:
-    """How many training images there are; channels, height and width of one, a test image if possible."""
+def _of_folders(splits: list[Path], within: str) -> tuple[list[Path], tuple[int, int, int]]:
+    """The training images; channels, height and width of one, a test image if possible."""
     from PIL import Image
 
-    records = sum(1 for file in splits[0].glob("*/*") if is_image(file))
-    first = min(file for file in splits[-1].glob("*/*") if is_image(file))
+    files = [file for file in splits[0].glob(within) if is_image(file)]
+    first = min(file for file in splits[-1].glob(within) if is_image(file))
     with Image.open(first) as image:
         width, height = image.size
-        return records, (1 if image.mode in ("1", "L", "LA") else 3, height, width)
+        return files, (1 if image.mode in ("1", "L", "LA") else 3, height, width)
 
 
 def _of_arrays(path: Path) -> tuple[int, tuple[int, int, int]]:

@@ -26,6 +26,7 @@ from gredp.errors import GredpError
 from gredp.gradient.spectra import noise_spectrum
 from gredp.privacy.certificate import Certificate
 from gredp.privacy.schedule import NoiseSchedule
+from gredp.sampling.persons import Persons
 from gredp.storage.checkpoint import load_weights
 from gredp.storage.files import read_document, write_document
 from gredp.storage.record import describe, new_folder, plain_numbers, save
@@ -72,13 +73,15 @@ class Session:
         records = Records(data, engine.secret if settings.augment else None)
         self.batch_size = batch_size(settings, data)
         loader = DataLoader(records, batch_size=self.batch_size)
-        self.per_epoch = len(loader)
+        self.per_epoch = -(-data.units // self.batch_size)
         make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
         self.model, self.optimizer, self.loader = make(
             module=model,
             optimizer=_optimizer(settings, model),
             data_loader=loader,
             views=max(1, settings.augment),
+            persons=data.persons,
+            records_per_person=None if data.persons is None else settings.records_per_person,
             noise_schedule=NoiseSchedule.towards(settings.noise_schedule, max(1, self.steps)),
             max_grad_norm=settings.clip_norm,
             method=settings.method,
@@ -97,7 +100,7 @@ class Session:
         if self.extractor is not None:
             self.extractor.load_into(network)
         if statistics is not None and norm is not None:
-            norm.take(statistics, len(self.data.y_train))
+            norm.take(statistics, self.data.units)
         return model
 
     @property
@@ -160,7 +163,8 @@ def begin(
     if settings.normalize and weights is None:
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
         query = _query(settings, data)
-        statistics = release(engine, data.x_train, query)
+        shares = None if data.persons is None else Persons(data.persons, len(data.persons)).shares()
+        statistics = release(engine, data.x_train, query, shares)
     session = Session(settings, folder, data, extractor, engine, target, statistics)
     session.query = None if query is None else describe(query)
     if weights is not None:

@@ -49,7 +49,15 @@ RANGES: dict[str, tuple[Callable[[float], bool], Collection[str]]] = {
     ),
     "be at least 1": (
         lambda value: value >= 1,
-        ("epochs", "batch_size", "max_physical_batch_size", "workers", "seeds", "steps"),
+        (
+            "epochs",
+            "batch_size",
+            "max_physical_batch_size",
+            "workers",
+            "seeds",
+            "steps",
+            "records_per_person",
+        ),
     ),
     "be at least 3": (lambda value: value >= 3, ("dimension",)),
     "be at least 20": (lambda value: value >= 20, ("plays",)),
@@ -93,6 +101,11 @@ class DataOptions:
     holdout: float | None = None
     """share of class folders or of a table to hold out as the test set, if there is no test split; by
     default a fifth"""
+    person: str | None = None
+    """whose records are whose, so that ε is for a person with all of them: the column of a table, for images
+    folder (CLASS/PERSON/*.png) or a regular expression whose one group is found in a file's name"""
+    records_per_person: int = 4
+    """with --person, records of a drawn person that take part in a step; --batch-size counts persons then"""
     image_size: int | None = None
     """scale images to this height and width; by default your own to at most 32"""
     target_range: tuple[float, float] | None = None
@@ -282,6 +295,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
         if pretrained and not transfer and model not in ("", *FOR_FEATURES):
             networks = f"resnet18-1conv, resnet18-2conv, {' or '.join(FOR_FEATURES)}"
             yield f"--pretrained goes with {networks}, not with {model}"
+        if self.person is not None and self.validation:
+            yield "--validation holds out records, not persons: use --holdout with --person"
         if self.noise_schedule != 1 and self.correlation_bands != 1:
             yield "nothing is proven for --noise-schedule with --correlation-bands: use one of the two"
         if self.augment and (pretrained or features):

@@ -62,9 +62,10 @@ def train(
         kept = {name: value for name, value in settings.kept().items() if name not in MAY_CHANGE}
         facts = {"resume": bool(settings.resume), "data": describe_data(records, extractor)}
         reject_differences(kept | facts)
-        if first and settings.private and len(records.x_train) < FEW:
+        if first and settings.private and records.units < FEW:
+            what = "records" if records.persons is None else "persons"
             warnings.warn(
-                f"{len(records.x_train)} training records are too few for ε = {settings.epsilon:g}: noise "
+                f"{records.units} training {what} are too few for ε = {settings.epsilon:g}: noise "
                 "that hides one of them hides them all; expect the accuracy of chance",
                 stacklevel=2,
             )
@@ -111,7 +112,8 @@ def _epochs(session: Session, tracked: Tracker) -> None:
     factor = rate_factor(settings.schedule, settings.warmup, session.steps)
     rate = LambdaLR(session.optimizer, factor, last_epoch=session.charged - 1)
     if session.progress is not None:
-        session.progress.begin(session.steps, session.charged, session.batch_size)
+        what = "records" if data.persons is None else "persons"
+        session.progress.begin(session.steps, session.charged, session.batch_size, what)
     while not session.metrics or session.metrics[-1]["epoch"] < settings.epochs:
         left_of_epoch = session.per_epoch - session.charged % session.per_epoch
         _steps(session, rate, min(left_of_epoch, session.steps - session.charged))

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 UNUSABLE: dict[str, tuple[str, ...]] = {
     "give its settings as options": ("recipe",),
     "it holds out --score-share of the records itself": ("validation",),
+    "it scores records, not persons": ("person",),
     "its trials train on the records in memory (--features none for images)": ("pretrained", "features"),
     "losing trials and their number must stay unseen": ("track",),
     "a private choice needs private trials": ("claim", "insecure_seed"),

@@ -165,6 +165,18 @@ class EngineRun(EngineStep):
         return _moved(model, optimizer)
 
 
+class EnginePersons(EngineRun):
+    """The same with a person in place of each record: their records all have that gradient.
+
+    They have more records than the `records_per_person` of the options that take part in a step.
+    """
+
+    def _private(self, data: Tensor, rate: float) -> Private:
+        each = self.options["records_per_person"] + 2
+        self.options = self.options | {"persons": torch.arange(len(data)).repeat_interleave(each)}
+        return super()._private(data.repeat_interleave(each, 0), rate)
+
+
 def _zero(model: nn.Module) -> None:
     for p in model.parameters():
         nn.init.zeros_(p)

@@ -65,8 +65,8 @@ def one_unit(entries: Iterable[Entry], unit: Unit) -> None:
     for entry in entries:
         if entry.unit != unit:
             raise GredpError(
-                f"{entry.steps} steps are charged with one {entry.unit} as the unit of privacy, and no ε holds "
-                f"for them and one {unit}: go on with persons as before, or with a new engine from new weights"
+                f"{entry.steps} steps are charged with one {entry.unit} as the unit of privacy, and no ε "
+                f"holds for them and one {unit}: go on as before, or begin with a new engine and new weights"
             )
 
 

@@ -239,7 +239,7 @@ class BatchMemoryManager:
     | argument | default | meaning |
     |---|---|---|
     | `data_loader` | | the loader that `make_private` returned |
-    | `max_physical_batch_size` | | inputs in memory at once; views of a record, records of a person stay together |
+    | `max_physical_batch_size` | | inputs in memory at once; those of a record or person stay together |
     | `optimizer` | | the optimizer that `make_private` returned |
 
     >>> import torch

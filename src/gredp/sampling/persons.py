@@ -1,17 +1,17 @@
 """Whose records are whose: persons are drawn, and a bounded number of each one's records takes part.
 
-Formal guarantee. A drawn person gives exactly k rows, whatever they hold, and which of their records these are
-depends on fresh random numbers and on nothing else. The gradients of the k rows are averaged and clipped once,
-so a person with all of their records moves a sum by what one record may move it: the certificate of a record
-is that of a person.
+Formal guarantee. A drawn person gives exactly k rows, whatever they hold, and which of their records these
+are depends on fresh random numbers and on nothing else. The gradients of the k rows are averaged and clipped
+once, so a person with all of their records moves a sum by what one record may move it: the certificate of a
+record is that of a person.
 
 | records of a person | rows of a draw |
 |---|---|
 | m > k | a random k of them, each subset as likely as any other |
 | m ≤ k | each ⌊k/m⌋ times, and k mod m random ones once more |
 
-So each record is as likely as any other of its person, and the mean over the rows is unbiased for the mean over
-all their records.
+So each record is as likely as any other of its person, and the mean over the rows is unbiased for the mean
+over all their records.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,10 +1,10 @@
 """Whether all processes hold the same records, as far as shows without reading them all.
 
 Record i belongs to process i mod N. Where two processes have different records under one number, a record
-may be in both and count twice. So the index sets of every `Subset`, and whose records are whose, are compared whole, and a few records,
-chosen by a key of this run, by what they hold: each array by its sum under random signs, to three digits,
-since two machines may round a transform differently. What changes when it is read again, such as a random
-view, cannot be compared and is skipped.
+may be in both and count twice. So the index sets of every `Subset`, and whose records are whose, are compared
+whole, and a few records, chosen by a key of this run, by what they hold: each array by its sum under random
+signs, to three digits, since two machines may round a transform differently. What changes when it is read
+again, such as a random view, cannot be compared and is skipped.
 
 The processes send each other digests under that key. It is drawn for this alone, and neither it nor a digest
 is written or printed.

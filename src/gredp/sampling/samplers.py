@@ -44,8 +44,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         persons: Persons | None = None,
     ) -> None:
         """`views` repeats each drawn record so often, side by side: a dataset that draws its transforms anew
-        each time it is asked gives as many views of it. With `persons`, what is drawn as a record is a person,
-        of whom some records are given, `views` times each.
+        each time it is asked gives as many views of it. With `persons`, those are drawn in place of records,
+        and some records of each are given, `views` times.
 
         With a `split`, step t draws each record of part t mod b with probability b·sample_rate, and no other.
         The first step is the one that `handed.next_turn` gives: batches that were drawn and not stepped do

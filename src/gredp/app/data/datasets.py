@@ -9,7 +9,7 @@ class folders are read by `images.py`, tables by `tables.py`. Nothing that could
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +52,8 @@ class Splits:
     pixels: tuple[int, ...] | None = None
     #: range of a number to predict in place of a class; labels are then float32, scaled to [−1, 1]
     target: tuple[float, float] | None = None
+    #: for each training record the id of its person, if persons are the unit of privacy
+    persons: tuple[str, ...] | None = None
 
     @property
     def features(self) -> bool:
@@ -61,6 +63,11 @@ class Splits:
     def outputs(self) -> int:
         """Of a network."""
         return self.classes if self.target is None else 1
+
+    @property
+    def units(self) -> int:
+        """How many there are to train on of what is drawn and protected: persons, or else records."""
+        return len(self.y_train) if self.persons is None else len(set(self.persons))
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -111,10 +118,12 @@ def load(
     holdout: float | None = None,
     image_size: int | None = None,
     target: tuple[float, float] | None = None,
+    person: str | None = None,
 ) -> Splits:
     """A dataset by name, or from the path of a user's own: an archive, a folder, or a table.
 
     `target` is the range of the labels of arrays, if they are numbers to predict rather than classes.
+    `person` says whose records they are: a column, or how to find it in the names of files (`persons.py`).
     """
     path = location(name, folder)
     if name in KNOWN and Path(name).exists():
@@ -133,10 +142,14 @@ def load(
             "--target-range is for your own arrays: a table has target = [low, high] in its schema, and "
             "class folders and known datasets have classes"
         )
+    if person is not None and not (classed or table):
+        raise GredpError("--person is for tables and images in class folders: arrays do not tell persons")
     if path is None:
         return _scaled(_digits(), image_size)
     if classed or table:
-        return _own(path, table, holdout, image_size)
+        from gredp.app.data.own import read_own
+
+        return read_own(path, table, holdout, image_size, person)
     mapped = path.is_dir()
     if name not in KNOWN and not mapped and path.suffix != ".npz":
         raise GredpError(
@@ -210,39 +223,6 @@ def hold_out(data: Splits, count: int) -> Splits:
             stacklevel=2,
         )
     return replace(data, x_train=rest, y_train=y[:border], x_test=held, y_test=y[border:])
-
-
-def _own(path: Path, table: bool, holdout: float | None, image_size: int | None) -> Splits:
-    """Class folders or a table, with their test split or one that is held out."""
-    from gredp.app.data.holdout import held_out
-    from gredp.app.data.images import load_folders
-    from gredp.app.data.tables import load_table
-
-    schema: Schema | None = None
-    target: tuple[float, float] | None = None
-    names: Sequence[str]
-    if table:
-        schema, splits = load_table(path)
-        names, target = schema.classes, schema.target
-    else:
-        names, splits = load_folders(path, image_size)
-    if len(splits) == 2 and holdout is not None:
-        raise GredpError(f"{path} has a test split: give no --holdout")
-    if len(splits) == 1 and holdout is None:
-        how = 'test = "FILE.csv" in the schema' if table else "test/CLASS folders"
-        raise GredpError(
-            f"{path} has no test split: name one ({how}), or keep a share apart with --holdout 0.2"
-        )
-    (x, y), (x_test, y_test) = splits[0], splits[-1]
-    if holdout is not None:
-        apart = held_out(x, y, holdout, "test")
-        x, y, x_test, y_test = x[~apart], y[~apart], x[apart], y[apart]
-    tensor = torch.from_numpy if table else pixels
-    labels, test_labels = (torch.from_numpy(each) for each in (y, y_test))
-    found = Splits(
-        path.stem, len(names), tensor(x), labels, tensor(x_test), test_labels, tuple(names), schema
-    )
-    return replace(found, target=target)
 
 
 def map_folder(path: Path) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from gredp.app.data.datasets import LARGEST_FILE
+from gredp.app.data.persons import FOLDER, of_files, reject_shared
 from gredp.app.image_folders import ENDINGS, image_splits
 from gredp.errors import GredpError
 
@@ -19,9 +20,11 @@ Files = list[list[Path]]
 
 
 def load_folders(
-    path: Path, size: int | None = None
-) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]]]:
+    path: Path, size: int | None = None, person: str | None = None
+) -> tuple[list[str], list[tuple[np.ndarray, np.ndarray]], list[str] | None]:
     """Class names, and one or two splits, training first: uint8 `[n, height, width, channels]` and labels.
+
+    And the persons of the training images, where `person` says how to find them.
 
     Names, size and color are those of the test images where there are any. With `size` every image is scaled
     to size×size. An image is turned into numbers by itself; nothing is taken from the others. Images come in
@@ -29,7 +32,7 @@ def load_folders(
     """
     splits = image_splits(path)
     names = _classes(splits[-1])
-    files = {split: [_images(path, split / name) for name in names] for split in splits}
+    files = {split: [_of_class(path, split / name, person) for name in names] for split in splits}
     extra = sorted(set(_classes(splits[0])) - set(names))
     if extra:
         raise GredpError(f"{splits[0] / extra[0]}: there is no such class in {splits[-1]}")
@@ -42,7 +45,15 @@ def load_folders(
         raise GredpError(
             f"{count} images of {shape[0]}×{shape[1]} take {room} bytes: use a folder of .npy files"
         )
-    return names, [_split(files[split], shape, gray, size is not None) for split in splits]
+    ordered = {split: _ordered(files[split], 2 if person != FOLDER else 3) for split in splits}
+    read = [_split(ordered[split], shape, gray, size is not None) for split in splits]
+    if person is None:
+        return names, read, None
+    listed = [file for _, file in ordered[splits[0]]]
+    persons = of_files(listed, person)
+    records = ((x.tobytes(), int(y)) for x, y in zip(*read[0]))
+    reject_shared(records, persons, listed, "remove one of the two files")
+    return names, read, persons
 
 
 def _classes(folder: Path) -> list[str]:
@@ -50,6 +61,19 @@ def _classes(folder: Path) -> list[str]:
     if len(names) < 2:
         raise GredpError(f"{folder} holds {len(names)} class folders; there must be at least 2")
     return names
+
+
+def _of_class(root: Path, folder: Path, person: str | None) -> list[Path]:
+    """The images of a class, in the folders of its persons if `person` says so."""
+    if person != FOLDER or not folder.is_dir():
+        return _images(root, folder)
+    inside = sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+    for each in inside:
+        if not each.is_dir():
+            raise GredpError(f"{each} is in no person's folder: --person folder is for CLASS/PERSON/*.png")
+    if not inside:
+        raise GredpError(f"{folder} holds no image")
+    return [file for each in inside for file in _images(root, each)]
 
 
 def _images(root: Path, folder: Path) -> list[Path]:
@@ -85,9 +109,13 @@ def _read(file: Path) -> Image.Image:
         raise GredpError(f"{file} cannot be read as an image of PNG or JPEG") from None
 
 
-def _place(item: tuple[int, Path]) -> bytes:
-    """Where an image stands among the others: by its name and its class, wherever the folder lies."""
-    return hashlib.sha256(os.fsencode(Path(*item[1].parts[-2:]))).digest()
+def _ordered(groups: Files, depth: int) -> list[tuple[int, Path]]:
+    """Labels and files, in an order by the hashes of the files' names from the class on."""
+
+    def place(item: tuple[int, Path]) -> bytes:
+        return hashlib.sha256(os.fsencode(Path(*item[1].parts[-depth:]))).digest()
+
+    return sorted(((y, file) for y, group in enumerate(groups) for file in group), key=place)
 
 
 def read_scaled(file: Path, shape: tuple[int, int], gray: bool) -> np.ndarray:
@@ -98,8 +126,9 @@ def read_scaled(file: Path, shape: tuple[int, int], gray: bool) -> np.ndarray:
     return np.asarray(image).reshape(*shape, 1 if gray else 3)
 
 
-def _split(groups: Files, shape: tuple[int, int], gray: bool, scale: bool) -> tuple[np.ndarray, np.ndarray]:
-    named = sorted(((y, file) for y, group in enumerate(groups) for file in group), key=_place)
+def _split(
+    named: list[tuple[int, Path]], shape: tuple[int, int], gray: bool, scale: bool
+) -> tuple[np.ndarray, np.ndarray]:
     x = np.empty((len(named), *shape, 1 if gray else 3), dtype=np.uint8)
     for place, (_, file) in enumerate(named):
         if not scale and _read(file).size[::-1] != shape:

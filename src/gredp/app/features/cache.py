@@ -51,7 +51,11 @@ class FeatureExtractor(Protocol):
 
 
 def extract_cached(
-    extractor: FeatureExtractor, data: Splits, dataset: str, folder: str | None = None, *options: float | None
+    extractor: FeatureExtractor,
+    data: Splits,
+    dataset: str,
+    folder: str | None = None,
+    *options: float | str | None,
 ) -> Splits:
     """`data` with features in place of images; `dataset`, `folder` and `options` are what it was loaded with.
 
@@ -89,7 +93,7 @@ def _floats(features: np.ndarray) -> Tensor:
     return torch.from_numpy(features).float()
 
 
-def _key(extractor: FeatureExtractor, data: Splits, path: Path | None, *options: float | None) -> str:
+def _key(extractor: FeatureExtractor, data: Splits, path: Path | None, *options: float | str | None) -> str:
     """A readable name and a hash. No content of a record enters: reading them all would take as long."""
     files = [] if path is None else sorted(path.glob("*.npy")) if path.is_dir() else [path]
     stamps = [_stamp(file, file.name) for file in files]

@@ -7,6 +7,9 @@ Formal guarantee. A record contributes v = (mean of channel c, mean square of ch
 mechanism with multiplier z. It takes all records (sampling rate 1) and is charged before its noise is drawn;
 the ledger of the run's folder begins with that charge, and nothing of the release is written before it.
 
+With persons as the unit of privacy, a person contributes the mean of their records' clipped v, which is in K
+as well: the multiplier is that of a record.
+
 What the network makes of it, (±√|x| − mean)/deviation, is post-processing. The numbers stay with the weights,
 in checkpoints and in the model's file: a resumed or forked run reads them there.
 
@@ -43,7 +46,7 @@ class ChannelNorm(nn.Module):
         return (root(x) - self.mean[:, None, None]) / self.scale[:, None, None]
 
     def take(self, released: Tensor, records: int) -> None:
-        """Set mean and scale from a released sum `[2C]` over `records` records."""
+        """Set mean and scale from a released sum `[2C]` over `records` records, or persons."""
         mean, energy = (released / records).chunk(2)
         self.mean.copy_(mean)
         self.scale.copy_((energy - mean.square()).clamp(min=SMALLEST**2).sqrt())
@@ -71,19 +74,24 @@ def contributions(x: Tensor) -> Tensor:
     return v / excess.clamp(min=1)
 
 
-def release(engine: PrivacyEngine, x: "Tensor | OnDiskArray", query: Certificate) -> Tensor:
+def release(
+    engine: PrivacyEngine, x: "Tensor | OnDiskArray", query: Certificate, shares: Tensor | None = None
+) -> Tensor:
     """`[2C]`: the noisy sum over all records `[n, C, H, W]`, charged to the engine; before `make_private`.
 
-    `query` is `certificate(C, z)`. Of several processes each adds up the records that are its own, and the
-    first one draws the noise.
+    `query` is `certificate(C, z)`. With `shares`, for each record one over the number of its person's, it is
+    the sum over persons. Of several processes each adds up the records that are its own, and the first one
+    draws the noise.
     """
     channels = x.shape[1]
     total = torch.zeros(2 * channels, dtype=torch.float64)
     own = list(range(rank(), len(x), world_size()))
     for start in range(0, len(own), 256):
-        total += contributions(x[own[start : start + 256]]).sum(0)
+        part = own[start : start + 256]
+        v = contributions(x[part])
+        total += v.sum(0) if shares is None else shares[part] @ v
     begin("the statistics of the records")
-    engine.ledger.charge(query, sample_rate=1.0)
+    engine.ledger.charge(query, sample_rate=1.0, unit="record" if shares is None else "person")
     engine.ledger.inherited = engine.ledger.steps  # it comes before the run's own steps
     total = all_reduce_sum({"sum": total})["sum"]
     if rank() == 0:

@@ -74,6 +74,11 @@ class Facts:
         return sum(entry.steps for entry in mechanisms(self.spent.written.entries))
 
     @property
+    def units(self) -> int | None:
+        """Records to train on, or persons if those are the unit of privacy; None where it is not known."""
+        return self.data.get(f"{self.spent.unit}s")
+
+    @property
     def private(self) -> bool:
         return math.isfinite(self.spent.proven_epsilon)
 

@@ -51,8 +51,10 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(version=__version__, **style, **values)
 
 
-def together(runs: Sequence[Facts]) -> tuple[float, float]:
-    """(ε, δ) of all the runs on the same records, at the smallest δ of any."""
+def together(runs: Sequence[Facts]) -> tuple[float, float] | None:
+    """(ε, δ) of all the runs on the same records, at the smallest δ of any; None if their units differ."""
+    if len({run.spent.unit for run in runs}) > 1:
+        return None
     delta = min(run.spent.delta for run in runs)
     entries = [entry for run in runs for entry in run.spent.written.entries]
     return epsilon(entries, delta, runs[0].spent.accountant), delta
