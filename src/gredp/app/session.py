@@ -242,7 +242,7 @@ def batch_size(settings: TrainSettings, data: Splits) -> int:
     The settings stay as they are, so that the command that began a run can resume it.
     """
     left, held = len(data.y_train), len(data.y_test)
-    if settings.holdout is None:
+    if settings.holdout is None or data.persons is not None:  # the persons that are left are counted exactly
         return settings.batch_size
     expected = int((left + held) * (1 - settings.holdout))  # a batch of them would leave a few for a second
     whole = left < settings.batch_size <= left + held or settings.batch_size == expected
