@@ -144,7 +144,7 @@ MUTANTS = [
         bugs.records_of_a_person_clipped_one_by_one,
         test_persons.test_a_person_moves_the_sum_by_at_most_the_clip_norm,
     ),
-    Mutant(bugs.units_mixed_in_a_ledger, test_persons.test_a_ledger_has_one_unit),
+    Mutant(bugs.units_mixed_in_a_ledger, in_a_new_folder(test_persons.test_a_ledger_has_one_unit)),
     Mutant(
         bugs.statistics_of_records_for_persons,
         test_person_option.test_means_and_energies_are_those_of_persons,

@@ -88,8 +88,8 @@ def test_the_unit_is_in_record_ledger_model_and_page(run, capsys):
     main(["ledger", str(run)])
     assert "one person" in capsys.readouterr().out
     page = (run / "report.html").read_text()
-    assert "The unit of privacy is one person." in page
-    assert "one person with all of their records" in page
+    assert "The unit of privacy is one person" in page
+    assert UNIT in page
     assert "δ × persons" in page
 
 
