@@ -116,9 +116,3 @@ def test_a_label_of_many_numbers_is_asked_about(tmp_path: Path):
 def test_a_schema_says_what_is_wrong_with_its_label(more, message):
     with pytest.raises(GredpError, match=message):
         parse_schema({"label": "y", "numeric": {"x": [0, 1]}} | more)
-
-
-def test_an_export_does_not_turn_a_number_into_a_probability(trained: Path, tmp_path: Path, capsys):
-    with pytest.raises(SystemExit):
-        main(["export", str(trained), "--format", "pt2", "--out", str(tmp_path / "out")])
-    assert "predicts a number" in capsys.readouterr().err
