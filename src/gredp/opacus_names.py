@@ -60,7 +60,7 @@ class OpacusNames(Resumable):
         optimizer: Optimizer | None = None,
         **others: Any,
     ) -> dict[str, Any]:
-        """`load`, after `make_private` with the same settings; returns the `checkpoint_dict` that was saved."""
+        """`load`, after `make_private` with the same settings; returns the saved `checkpoint_dict`."""
         _reject(others)
         return self.load(path)
 

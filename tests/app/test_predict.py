@@ -208,3 +208,9 @@ def test_a_file_that_does_not_say_how_to_use_it_is_refused(of_table, tmp_path):
         gredp.load(tmp_path)
     with pytest.raises(gredp.GredpError, match="has finished"):
         gredp.load(tmp_path / "nothing")
+
+
+def test_a_model_whose_noise_is_known_says_so(tmp_path):
+    folder = train(TrainSettings(epochs=1, insecure_seed=1, out=str(tmp_path / "run"))).folder
+    with pytest.warns(UserWarning, match="knows --insecure-seed"):
+        gredp.load(folder)

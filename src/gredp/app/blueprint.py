@@ -43,6 +43,8 @@ class Blueprint:
     schema: Schema | None = None
     features: dict[str, Any] | None = None
     guarantee: dict[str, Any] | None = None
+    #: whether the noise came from a seed, which voids the guarantee
+    insecure: bool = False
     #: range of the number that it predicts; None for classes
     target: tuple[float, float] | None = None
     version: int = VERSION

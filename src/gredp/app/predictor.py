@@ -1,6 +1,7 @@
 """A trained run in use: `gredp.load(RUN).predict(...)`."""
 
 import csv
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ class Predictor:
         file = path / MODEL if path.is_dir() or path.suffix != ".safetensors" else path
         self.blueprint, self.network, self.sha256 = read_model(file)
         self.guarantee = Guarantee.from_json(self.blueprint.guarantee or {})
+        if self.blueprint.insecure:
+            warnings.warn(
+                f"{file}: ε gives no protection against anyone who knows --insecure-seed", stacklevel=2
+            )
         target = self.blueprint.target
         self.target = None if target is None else Regression(*target)
         self.extract = self.blueprint.extractor(file.parent)

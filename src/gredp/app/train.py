@@ -190,7 +190,7 @@ def _finish(session: Session, head: dict[str, Any]) -> Run:
     }
     guarantee = plain_numbers(record["guarantee"])
     weights = {key: value.contiguous() for key, value in session.released.state_dict().items()}
-    metadata = replace(session.blueprint, guarantee=guarantee).metadata()
+    metadata = replace(session.blueprint, guarantee=guarantee, insecure=record["insecure"]).metadata()
     write(session.folder / MODEL, save(weights, metadata))
     if settings.pretrained is not None:  # public, and needed wherever the model is used
         write(session.folder / FEATURES, Path(settings.pretrained).expanduser().read_bytes())
