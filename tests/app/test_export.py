@@ -274,6 +274,7 @@ def test_a_number_is_exported_in_its_units(tmp_path):
     assert "Test R²: " in text
 
 
+@pytest.mark.filterwarnings("ignore:.*insecure-seed")
 def test_the_card_of_a_run_with_a_known_seed_says_so(tmp_path):
     settings = TrainSettings(epochs=1, batch_size=700, insecure_seed=1, out=str(tmp_path / "run"))
     folder = train(settings).folder

@@ -282,7 +282,7 @@ class Accountant:
         self.name: str = name
 
     def get_epsilon(self, delta: float, alphas: object = None) -> float:
-        """The proven ε spent so far. Opacus' `alphas`, its Rényi orders, are not needed: ours are always tried."""
+        """The proven ε spent so far. Opacus' Rényi orders `alphas` are not needed: ours are always tried."""
         return epsilon(self.ledger.entries, delta, self.name)
 
     @property
