@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gredp.gradient.per_sample import PerSampleGradient
+from gredp.gradient.per_sample import PerSampleGradient, add
 from gredp.gradient.rules import full_precision
 from gredp.gradient.units import Unit, find_units, noting
 from gredp.mechanisms.plan import Needs
@@ -127,14 +127,16 @@ def _held(unit: Unit, calls: Sequence[tuple[Tensor, Tensor]], batch: int, needs:
     dense = sum(p.numel() * max(p.element_size(), 4) for p in own)
     if not calls:
         return 0
-    if unit.rule is None or len(calls) > 1:  # materialized: by the generic rule, or to add up several uses
+    if unit.rule is None:  # materialized
         return dense
-    x, g = (t.new_empty(batch, *t.shape[1:]) for t in calls[0])
-    gradients = unit.rule(unit.layer, x, g)
-    kept = [v for name, v in gradients.items() if name in unit.parameters]
-    if needs != "inputs":
-        kept = [gradient.compact(needs == "spectra") for gradient in kept]
-    return math.ceil(held_bytes(kept) / batch)
+    kept: dict[str, PerSampleGradient] = {}
+    for call in calls:
+        x, g = (t.new_empty(batch, *t.shape[1:]) for t in call)
+        for name, gradient in unit.rule(unit.layer, x, g).items():
+            if name in unit.parameters:
+                now = gradient if needs == "inputs" else gradient.compact(needs == "spectra")
+                kept[name] = add(kept[name], now, now.grid_axes) if name in kept else now
+    return math.ceil(held_bytes(list(kept.values())) / batch)
 
 
 def held_bytes(gradients: Sequence[PerSampleGradient]) -> int:

@@ -115,7 +115,7 @@ def test_the_audit_becomes_a_section_of_the_runs_record(capsys, tmp_path):
 @pytest.mark.parametrize(
     "told",
     [
-        {"noise": "shaped", "exponent": 0.3, "preconditioner": 0.2, "groups": "layer", "window": 7},
+        {"noise": "shaped", "exponent": 0.3, "preconditioner": 0.2},
         {"method": "spectral_dp", "filter_ratio": 0.75},
     ],
     ids=["shaped", "filtered"],

@@ -128,7 +128,7 @@ def test_wrong_accounts_are_refused_in_one_line(capsys, arguments, words):
 def test_training_leaves_a_record_and_a_model(capsys, tmp_path, method):
     folder = tmp_path / "run"
     got = run(capsys, "train", "--method", method, *QUICK, "--out", str(folder))
-    assert set(got) == KEYS | {"test_accuracy", "run"}
+    assert set(got) == KEYS | {"test_accuracy", "evaluation", "run"}
     assert got["run"] == str(folder)
     record = json.loads((folder / "record.json").read_text())
     assert (record["format"], record["version"]) == ("gredp-record", 1)

@@ -587,11 +587,11 @@ def sums_of_other_processes_left_out(patch: Patch) -> None:
 def a_query_without_its_charge(patch):
     release = normalize.release
 
-    def free(engine, x, query):
+    def free(engine, x, query, *persons):
         spare = engine.ledger
         engine.ledger = ledger.Ledger()
         try:
-            return release(engine, x, query)
+            return release(engine, x, query, *persons)
         finally:
             engine.ledger = spare
 

@@ -74,8 +74,8 @@ class Blueprint:
         return extractor
 
     def metadata(self) -> dict[str, str]:
-        """For safetensors, which keeps strings."""
-        return {"format": "pt", KEY: dumps(asdict(self))}
+        """For safetensors, which keeps strings; under one key, since it writes several in any order."""
+        return {KEY: dumps(asdict(self))}
 
 
 def read_model(file: Path) -> tuple[Blueprint, nn.Module, str]:

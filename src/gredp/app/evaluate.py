@@ -160,11 +160,13 @@ def auc(probabilities: np.ndarray, y: np.ndarray) -> float | None:
     """The area under the ROC curve; of several classes the mean, each against the rest.
 
     It is the chance that a record of the class has the higher probability than one that is not of it; ties
-    count one half. None where no class has records both in and out of it.
+    count one half. None where no class has records both in and out of it, or the model has diverged.
     """
     from scipy.stats import rankdata
 
-    areas = []
+    areas: list[float] = []
+    if not np.isfinite(probabilities).all():
+        return None
     for place in range(probabilities.shape[1]) if probabilities.shape[1] > 2 else (1,):
         inside = y == place
         n, m = int(inside.sum()), int((~inside).sum())
