@@ -6,19 +6,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import gredp.engine
+from worlds import make_private
 
 #: faults of 20 turns with 64 MiB, after some in which the heap finds its size
 CODE = """
 import resource
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import gredp
-model = torch.nn.Linear(2, 2)
-gredp.PrivacyEngine().make_private(
-    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
-    max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2),
-)
+from gredp.memory import keep_freed_memory
+keep_freed_memory()
 def faults():
     np.ones(8 * 2**20).sum()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -43,3 +41,10 @@ def test_freed_memory_is_kept_unless_the_user_says_otherwise():
         faults[name] = int(said)
     assert faults["kept"] * 100 < faults["tuned"]
     assert faults["kept"] * 100 < faults["told"]
+
+
+def test_make_private_keeps_it_for_everyone(monkeypatch):
+    called = []
+    monkeypatch.setattr(gredp.engine, "keep_freed_memory", lambda: called.append(True))
+    make_private(torch.nn.Linear(2, 2), (torch.zeros(4, 2), torch.zeros(4)))
+    assert called

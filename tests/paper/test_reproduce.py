@@ -17,7 +17,7 @@ import tyro
 from gredp import GredpError
 from gredp.app.jobs import record_file, run_jobs
 from gredp.app.settings import TrainSettings
-from gredp.paper.cells import EPSILONS, ROWS, TUNING, Cell, cells
+from gredp.paper.cells import EPOCHS, EPSILONS, ROWS, TUNING, Cell, cells
 from gredp.paper.command import ReproduceSettings, run_reproduce
 from gredp.paper.paper import CLIPPING, FROM_SCRATCH, HEADLINE
 from gredp.paper.tables import HEADER, lines, paper_figure
@@ -98,6 +98,8 @@ SOME = ("gredp-claimed",)
 @pytest.mark.parametrize("only", [SOME, pytest.param((), marks=pytest.mark.slow)])
 def test_smoke_runs_once_and_shows_claimed_beside_proven(only, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    if only:
+        monkeypatch.setitem(EPOCHS, "smoke", 2)
     run_reproduce(ReproduceSettings("table1", only=only, workers=2))
     found = lines(cells("table1", "smoke"), Path("reproduction"))
     assert [line.cell.row for line in found] == list(only or ROWS)

@@ -28,10 +28,10 @@ def calibrate(
     `sample_rate` is the probability of each record in each of the `steps`, `accountant` is "pld" (tighter) or
     "rdp". What was `spent` before counts against the target. Under a `schedule`, z is that of factor 1.
 
-    >>> z = calibrate(target_epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=1000)
-    >>> z < calibrate(1.0, 1e-5, 0.01, 1000)
+    >>> z = calibrate(target_epsilon=2.0, delta=1e-5, sample_rate=0.01, steps=1000, accountant="rdp")
+    >>> z < calibrate(1.0, 1e-5, 0.01, 1000, "rdp")
     True
-    >>> epsilon([Entry(z, sample_rate=0.01, steps=1000)], 1e-5) <= 2.0
+    >>> epsilon([Entry(z, sample_rate=0.01, steps=1000)], 1e-5, "rdp") <= 2.0
     True
 
     | case | result |
