@@ -156,3 +156,8 @@ def test_pages_made_from_records_are_current(page, monkeypatch):
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "benchmarks" / "pages.py"), run_name="__main__")
     assert not end.value.code
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_a_file_has_one_subject_and_at_most_350_lines(path):
+    assert len(path.read_text().splitlines()) <= 350

@@ -133,8 +133,7 @@ class PrivacyEngine(OpacusNames):
         averaged before the record is clipped, so K and z are those of one view. The transforms of one record
         must not depend on which others were drawn. With `persons` those are drawn: `batch_size` counts
         persons, and the gradients of each are averaged and clipped as one. With correlation bands the records
-        are split into b parts that take turns, each drawn at rate b·q: T steps cost as much as ⌈T/b⌉ steps at
-        that rate.
+        are split into b parts that take turns, each drawn at rate b·q: T steps cost as ⌈T/b⌉ at that rate.
 
         | case | what happens |
         |---|---|
@@ -234,8 +233,7 @@ class PrivacyEngine(OpacusNames):
         | `**request` | | any other argument of `make_private` |
 
         Under `claim="paper"` σ is what the paper's experiments would take, and the proven ε is larger. With a
-        stated `sample_rate`, records (or persons) are batch_size/sample_rate. With a `noise_schedule`, z is
-        the common factor of its stages.
+        stated `sample_rate`, records are batch_size/sample_rate. A `noise_schedule` is multiplied by z.
 
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
@@ -296,10 +294,6 @@ class PrivacyEngine(OpacusNames):
             sigma=optimizer.sigma,
             accountant=self.accountant.name,
         )
-
-    @property
-    def averaged(self) -> nn.Module:
-        raise AttributeError("averaged is gone: average the released weights by torch's AveragedModel")
 
     def get_claimed_epsilon(self, delta: float) -> float | None:
         """What the paper would report for the same run; None where it makes no claim."""

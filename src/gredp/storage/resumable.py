@@ -31,6 +31,10 @@ class Resumable:
         self._folder: RunFolder | None = None
         self._loader: PrivateLoader | None = None
 
+    @property
+    def averaged(self) -> nn.Module:
+        raise AttributeError("averaged is gone: average the released weights by torch's AveragedModel")
+
     def save(
         self,
         path: str | Path,
