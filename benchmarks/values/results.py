@@ -44,6 +44,8 @@ def values() -> dict[str, Any]:
         ],
         "epsilons": list(tables["rows"][0]["accuracy"]),
         "tables": [_table(row) for row in tables["rows"]],
+        "own_images": load("own_images"),
+        "own_image_rows": [_images(row) for row in load("own_images")["rows"]],
         "sklearn": load("sklearn"),
         "sklearn_rows": _sklearn(load("sklearn")),
         "bands": bands,
@@ -103,6 +105,13 @@ def _table(row: dict[str, Any]) -> tuple[str, ...]:
     cells = [*row["accuracy"].values(), row["logistic_regression"]]
     shown = [f"{100 * statistics.mean(c):.1f} ({100 * min(c):.1f}–{100 * max(c):.1f})" for c in cells]
     return (row["data"], str(row["records"]), str(row["features"]), *shown)
+
+
+def _images(row: dict[str, Any]) -> tuple[str, ...]:
+    private = "private" if float(row["proven_epsilon"]) < math.inf else "plain"
+    counts = f"{row['records']} / {row['test_records']}"
+    accuracy = f"{100 * row['test_accuracy']:.1f}"
+    return (row["data"], private, counts, accuracy, f"{row['seconds']:.0f}", str(row["peak_megabytes"]))
 
 
 def _sklearn(record: dict[str, Any]) -> list[tuple[str, ...]]:

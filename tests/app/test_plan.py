@@ -25,7 +25,7 @@ def plan():
 
 def test_settings_are_those_that_training_chooses():
     images = recommend(PlanSettings(20_000, input="3x64x48", delta=1e-6))
-    for name, value in for_images(20_000, (3, 32, 32)).items():
+    for name, value in for_images(20_000, (3, 32, 32), 2.0).items():
         assert getattr(images.settings, name) == value
     assert images.shape == (3, 32, 32)
     table = recommend(TABLE).settings

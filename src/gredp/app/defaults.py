@@ -29,8 +29,9 @@ LARGEST, SMALLEST = 32, 8
 PLAIN_DESCENT: dict[str, Any] = {"lr": 0.3, "clipping": "automatic"}
 #: records in a batch: all of them, up to this many
 FULL_BATCH = 8192
-#: learning rate times √features, for features of deviation 1 and gradients of norm 1
-REACH = 9.0
+#: learning rate times √features, for features of deviation 1 and gradients of norm 1: at little signal, and at
+#: most; in between it grows as the root of ε·records, beginning at the third number
+REACH, LARGEST_REACH, SIGNAL = 9.0, 54.0, 2500.0
 #: options that choose another network or other features than the defaults are for
 OTHER_NETWORKS = {"augment", "noise_schedule"}
 
@@ -111,7 +112,7 @@ def _images(path: Path, settings: TrainSettings, named: Collection[str]) -> dict
     other = settings.model not in (None, *FOR_FEATURES, "mirror-linear") or bool(OTHER_NETWORKS & set(named))
     if other or ("features" in named and settings.features == "none"):
         return chosen
-    own = for_images(records, (channels, size, size), settings.pretrained is not None)
+    own = for_images(records, (channels, size, size), settings.epsilon, settings.pretrained is not None)
     if settings.claim != "proven":
         own["normalize"] = 0.0
     if settings.target_range is not None:
@@ -124,10 +125,14 @@ def scaled_size(sides: Collection[int]) -> int:
     return max(SMALLEST, min(LARGEST, max(sides)))
 
 
-def for_images(records: int, shape: tuple[int, int, int], pretrained: bool = False) -> dict[str, Any]:
+def for_images(
+    records: int, shape: tuple[int, int, int], epsilon: float, pretrained: bool = False
+) -> dict[str, Any]:
     """With so many records to train on, of channels, height and width as they are scaled."""
     channels, height, width = shape
     features = 512 * 3 * 3 if pretrained else 81 * channels * (height // 4) * (width // 4)
+    signal = max(1.0, epsilon * records / SIGNAL) if epsilon > 0 else 1.0
+    reach = min(LARGEST_REACH, REACH * math.sqrt(signal))
     return ({} if pretrained else {"features": "scattering"}) | {
         "normalize": 0.02,
         "model": "linear",
@@ -135,7 +140,7 @@ def for_images(records: int, shape: tuple[int, int, int], pretrained: bool = Fal
         "batch_size": max(1, min(FULL_BATCH, records)),
         "epochs": 30,
         "clipping": "automatic",
-        "lr": round(REACH / math.sqrt(features), 4),
+        "lr": round(reach / math.sqrt(features), 4),
     }
 
 
