@@ -29,8 +29,8 @@ LARGEST, SMALLEST = 32, 8
 PLAIN_DESCENT: dict[str, Any] = {"lr": 0.3, "clipping": "automatic"}
 #: records in a batch: all of them, up to this many
 FULL_BATCH = 8192
-#: learning rate times √features, for features of deviation 1 and gradients of norm 1: at little signal, and at
-#: most; in between it grows as the root of ε·records, beginning at the third number
+#: learning rate times √features, for features of deviation 1 and gradients of norm 1: at least and at most;
+#: in between it grows as the root of ε·records, from the third number on
 REACH, LARGEST_REACH, SIGNAL = 9.0, 54.0, 2500.0
 #: options that choose another network or other features than the defaults are for
 OTHER_NETWORKS = {"augment", "noise_schedule"}
