@@ -158,6 +158,5 @@ def test_pages_made_from_records_are_current(page, monkeypatch):
     assert not end.value.code
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_a_file_has_one_subject_and_at_most_350_lines(path):
-    assert len(path.read_text().splitlines()) <= 350
+def test_a_file_has_one_subject_and_at_most_350_lines():
+    assert not [p for p in FILES if len(p.read_text().splitlines()) > 350]
