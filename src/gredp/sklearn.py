@@ -34,6 +34,7 @@ Array = NDArray[Any]
 PHYSICAL_BATCH = 4096
 
 
+# scikit-learn reads the parameters of an estimator from its own __init__, so each class spells them out.
 class _PrivateLinear(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """A linear model, trained by private gradient descent from zero; the later half of the steps is averaged.
 

@@ -208,7 +208,7 @@ def evaluate(
     return float((outputs.argmax(1) == y).double().mean()), float(F.cross_entropy(outputs, y))
 
 
-def test_outputs(model: nn.Module, data: Splits) -> Tensor:
+def outputs_on_test(model: nn.Module, data: Splits) -> Tensor:
     """What the model says of the test records."""
     return all_outputs(model, data.x_test, len(data.y_test), unchanged if data.features else centered)
 
@@ -216,4 +216,4 @@ def test_outputs(model: nn.Module, data: Splits) -> Tensor:
 def score(run: "Run", data: Splits) -> float:
     """How many of the test records of `data` the run's model gets right; one record moves it by at most 1."""
     _, network, _ = read_model(run.folder / MODEL)
-    return task_of(data).right(test_outputs(network, data), data.y_test)
+    return task_of(data).right(outputs_on_test(network, data), data.y_test)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gredp.app.blueprint import FEATURES, MODEL
 from gredp.app.data import Splits
 from gredp.app.dataset import describe_data, read_data
-from gredp.app.evaluate import test_outputs
+from gredp.app.evaluate import outputs_on_test
 from gredp.app.learning_rate import rate_factor
 from gredp.app.session import Session, begin, resume
 from gredp.app.settings import MAY_CHANGE, TrainSettings
@@ -119,7 +119,7 @@ def _epochs(session: Session, tracked: Tracker) -> None:
         _steps(session, rate, min(left_of_epoch, session.steps - session.charged))
         session.metrics.append({"epoch": session.charged // session.per_epoch})
         if rank() == 0:
-            figures = session.task.figures(test_outputs(session.released, data), data.y_test)
+            figures = session.task.figures(outputs_on_test(session.released, data), data.y_test)
             spent = session.engine.get_epsilon(settings.delta)
             found = {f"{settings.split}_{name}": value for name, value in figures.items()}
             session.metrics[-1] |= {"proven_epsilon": spent, **found}
@@ -184,7 +184,7 @@ def _finish(session: Session, head: dict[str, Any]) -> Run:
         "metrics": session.metrics,
         "spectrum": noise_spectrum(session.optimizer.private_step),
         accuracy: session.metrics[-1][accuracy],
-        "evaluation": session.task.evaluation(test_outputs(session.released, data), data.y_test),
+        "evaluation": session.task.evaluation(outputs_on_test(session.released, data), data.y_test),
         "selection": "the last epoch; no epoch or setting was chosen by this run" + settings.not_covered,
         "judged_on": settings.judged_on,
     }

@@ -6,6 +6,7 @@ state are one call for each. Positions beyond a sequence's length leave its stat
 keep every record in its row.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +18,7 @@ from gredp.errors import GredpError
 State = tuple[Tensor, ...]
 
 
-class _Recurrent(nn.Module):
+class _Recurrent(nn.Module, ABC):
     """`num_layers` layers in one or two directions; `stock` is the layer of torch that it stands for.
 
     | argument | default | meaning |
@@ -150,9 +151,9 @@ class _Recurrent(nn.Module):
             state = new
         return torch.stack(outputs, 1), state
 
+    @abstractmethod
     def cell(self, name: str, of_input: Tensor, of_state: Tensor, state: State) -> State:
         """The next state from both products and the last state."""
-        raise NotImplementedError
 
 
 class DPRNN(_Recurrent):
