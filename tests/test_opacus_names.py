@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gredp
 from gredp import GredpError, PrivacyEngine
-from gredp.privacy.accountant import epsilon
-from gredp.privacy.ledger import Entry
+from gredp.privacy.accountant import Accountant, epsilon
+from gredp.privacy.ledger import Entry, Ledger
 
 
 def private(engine, **settings):
@@ -101,6 +101,13 @@ def test_the_accountant_counts_and_hands_over_its_history():
     assert other.get_epsilon(1e-5) == pytest.approx(epsilon(spent, 1e-5, "rdp"))
     with pytest.raises(GredpError, match="a new engine"):
         other.load_state_dict(state)
+
+
+def test_a_private_choice_has_no_history_of_steps():
+    """Its steps alone would cost less than the choice among trials did."""
+    spent = Ledger((Entry(1.0, 0.25, 4, trials=5.0, choice="one"),))
+    with pytest.raises(GredpError, match="no history of steps"):
+        Accountant(spent, "rdp").state_dict()
 
 
 def test_an_accountant_that_may_promise_too_much_is_rejected():

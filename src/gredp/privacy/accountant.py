@@ -287,7 +287,12 @@ class Accountant:
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
-        """(noise multiplier, sampling rate, steps) of all that was charged."""
+        """(noise multiplier, sampling rate, steps) of all that was charged, as Opacus has it.
+
+        Replayed as independent steps it costs at least as much. Of a private choice it would cost less.
+        """
+        if any(entry.choice for entry in self.ledger.entries):
+            raise GredpError("a private choice has no history of steps: its ε comes from get_epsilon alone")
         return [(e.noise_multiplier, e.sample_rate, e.steps) for e in self.ledger.entries]
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
