@@ -19,8 +19,8 @@ from gredp.gradient.step import PrivateStep
 from gredp.gradient.units import blocks, padded_blocks
 from gredp.guarantee import Guarantee
 from gredp.mechanisms import mechanism
-from gredp.mechanisms.plan import Needs, positive_norm
-from gredp.mechanisms.registry import noise_scale
+from gredp.mechanisms.plan import Needs
+from gredp.mechanisms.stages import Planner
 from gredp.memory import keep_freed_memory
 from gredp.opacus_names import OpacusNames, without_opacus_options
 from gredp.optimizer import PrivateOptimizer
@@ -169,15 +169,8 @@ class PrivacyEngine(OpacusNames):
             if chosen.grid == "padded":
                 run = partial(run_on_zeros, module, loader.one_record())
                 shapes = padded_blocks(module, capture.units, run)
-            norms: float | list[float]
-            if isinstance(max_grad_norm, Sequence):
-                norms = [positive_norm(norm) for norm in max_grad_norm]
-            else:
-                norms = positive_norm(max_grad_norm)
-            sigma = 0.0
-            if method != "plain":
-                sigma = noise_scale(noise_multiplier, chosen.unit_multiplier(shapes, norms, expected), claim)
-            plan = chosen.plan(shapes, norms, sigma, expected)
+            planner = Planner(chosen, tuple(shapes), expected)
+            plan, sigma, norms = planner.plan(max_grad_norm, noise_multiplier, claim)
         except Exception:
             capture.detach()
             raise
@@ -192,7 +185,7 @@ class PrivacyEngine(OpacusNames):
             sampler=sampler,
             loss_reduction=loss_reduction,
             sigma=sigma,
-            claimed_by_paper=chosen.claimed_by_paper,
+            planner=planner,
             max_grad_norm=norms,
             schedule=schedule,
         )
@@ -277,7 +270,9 @@ class PrivacyEngine(OpacusNames):
             )
         self.target_delta = target_delta
         request |= {"module": module, "optimizer": optimizer, "data_loader": data_loader}
-        return self.make_private(noise_multiplier=multiplier, max_grad_norm=max_grad_norm, **request)
+        made = self.make_private(noise_multiplier=multiplier, max_grad_norm=max_grad_norm, **request)
+        made[1].target_epsilon = target_epsilon
+        return made
 
     def get_epsilon(self, delta: float, further_steps: int = 0) -> float:
         """The proven ε spent so far at `delta`; with `further_steps`, what it will be after as many more."""

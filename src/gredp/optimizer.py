@@ -16,7 +16,8 @@ from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
 from gredp.gradient.rules import exact
 from gredp.gradient.step import PrivateStep
-from gredp.mechanisms.stages import stages_of
+from gredp.mechanisms.plan import StepPlan
+from gredp.mechanisms.stages import Planner, stages_of
 from gredp.privacy.ledger import Entry, Ledger, Unit
 from gredp.privacy.schedule import CONSTANT, NoiseSchedule
 from gredp.randomness import Split
@@ -30,15 +31,6 @@ def _of_original(name: str) -> Any:
         lambda self: getattr(self.original_optimizer, name),
         lambda self, value: setattr(self.original_optimizer, name, value),
     )
-
-
-def _certified(name: str, read: Callable[[Any], Any], meaning: str) -> Any:
-    """What `make_private` certified, and nobody changes later."""
-
-    def reject(self: Any, value: Any) -> None:
-        raise GredpError(f"{name} is part of what make_private certified: make_private again to change it")
-
-    return property(read, reject, doc=meaning)
 
 
 class PrivateOptimizer(Optimizer):
@@ -81,8 +73,8 @@ class PrivateOptimizer(Optimizer):
         sampler: PoissonBatchSampler,
         loss_reduction: str,
         sigma: float,
-        claimed_by_paper: bool,
-        max_grad_norm: Any,
+        planner: Planner,
+        max_grad_norm: float | list[float],
         schedule: NoiseSchedule = CONSTANT,
     ) -> None:
         # Optimizer.__init__ would build groups and state of its own; those of `original` are the truth.
@@ -91,8 +83,6 @@ class PrivateOptimizer(Optimizer):
         self.capture = capture
         self.private_step = step
         self.ledger = ledger
-        #: where the noise is scheduled, at factor 1
-        self.certificate = step.plan.certificate()
         self.schedule = schedule
         #: steps that were charged to the ledger before this model's first
         self.charged_before = ledger.steps
@@ -101,12 +91,13 @@ class PrivateOptimizer(Optimizer):
         self.sample_rate = sampler.turn_rate
         self.expected_batch_size = float(sampler.expected)
         self.loss_reduction = loss_reduction
-        self.sigma = sigma
-        self.claimed_multiplier = sigma if claimed_by_paper else None
-        #: the plans of all steps and their certificates, known before the first one
-        self._stages = stages_of(step.plan, schedule, self.claimed_multiplier)
+        self.planner = planner
+        #: what `make_private_with_epsilon` promised, until less noise than that is set
+        self.target_epsilon: float | None = None
+        self._adopt(step.plan, sigma, max_grad_norm)
         self._stage = self._stages[0]  # that of the sum
-        self._max_grad_norm = max_grad_norm
+        #: multiplier and norm that `make_private` was asked for
+        self.requested = self.noise_multiplier, max_grad_norm
         self._parameters = {name: p for name, p in module.named_parameters() if name in step.block_views}
         self._frozen = {name for name, _ in module.named_parameters() if name not in step.block_views}
         self._owned = set(module.parameters())
@@ -119,12 +110,54 @@ class PrivateOptimizer(Optimizer):
         self._newest: Draw | None = None  # the last one that was handed out when the sum began
         self._processes = world_size()
 
-    noise_multiplier = _certified(
-        "noise_multiplier",
-        lambda self: self.certificate.noise_multiplier,
-        "the proven multiplier of every step; where the noise is scheduled, at factor 1",
-    )
-    max_grad_norm = _certified("max_grad_norm", lambda self: self._max_grad_norm, "as requested")
+    def _adopt(self, plan: StepPlan, sigma: float, max_grad_norm: float | list[float]) -> None:
+        """From the next sum on, this is the plan of every step; where the noise is scheduled, at factor 1."""
+        self.certificate, self.sigma, self._max_grad_norm = plan.certificate(), sigma, max_grad_norm
+        self.claimed_multiplier = sigma if self.planner.mechanism.claimed_by_paper else None
+        #: the plans of all steps and their certificates
+        self._stages = stages_of(plan, self.schedule, self.claimed_multiplier)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The proven multiplier of every step; where the noise is scheduled, at factor 1.
+
+        Setting it, or `max_grad_norm`, makes and certifies a new plan: the steps that follow are noised and
+        charged by it. A logical batch that was begun ends as it began. Values must be public, known from the
+        number of the step and not from the data: ε is that of a composition fixed beforehand.
+        """
+        return self.certificate.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        if value != self.noise_multiplier:
+            self._change("noise_multiplier", value, self._max_grad_norm)
+
+    @property
+    def max_grad_norm(self) -> float | list[float]:
+        """One for all, or one for each layer or parameter."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | list[float]) -> None:
+        if value != self._max_grad_norm:
+            self._change("max_grad_norm", self.noise_multiplier, value)
+
+    def _change(self, what: str, noise_multiplier: float, max_grad_norm: Any) -> None:
+        if not self.planner.mechanism.private:
+            raise GredpError(f"{what} means nothing in plain training, which neither clips nor adds noise")
+        if self.split is not None:
+            raise GredpError(f"{what} cannot change with correlation bands: later steps take noise back")
+        if what == "noise_multiplier" and not self.schedule.constant:
+            raise GredpError("a noise_schedule sets the noise of this run: set noise_multiplier without one")
+        adopted = self.planner.plan(max_grad_norm, noise_multiplier)
+        if self.target_epsilon is not None and noise_multiplier < self.noise_multiplier:
+            warnings.warn(
+                f"a noise multiplier of {noise_multiplier:.4g} is below the {self.noise_multiplier:.4g} that "
+                f"was made for ε = {self.target_epsilon:g}: the run may end above, get_epsilon() tells",
+                stacklevel=3,
+            )
+            self.target_epsilon = None
+        self._adopt(*adopted)
 
     @property
     def split(self) -> Split | None:

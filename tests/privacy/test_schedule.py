@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import gredp.gradient.step as private_step
-from gredp import GredpError, PrivacyEngine
+from gredp import GredpError, PrivacyEngine, schedulers
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.calibrate import calibrate
 from gredp.privacy.ledger import Entry
@@ -181,3 +181,106 @@ def test_targets_are_met_and_the_papers_claim_has_no_schedule():
     assert [entry.steps for entry in engine.ledger.entries] == [4, 4]
     with pytest.raises(GredpError, match="schedule it under claim 'proven'"):
         made(claim="paper", method="gredp")
+
+
+@pytest.mark.parametrize("mechanism", ["dpsgd", "dpsgd per layer", "gredp shaped"])
+def test_a_set_multiplier_and_norm_are_drawn_clipped_and_charged(mechanism):
+    """V and K after each change: the noise alone, and a record far beyond any norm."""
+    model, optimizer, _, engine = make_private(
+        torch.nn.Sequential(torch.nn.Linear(300, 200, bias=False)),
+        (torch.ones(2, 300), torch.zeros(2)),
+        noise_multiplier=1.7,
+        **MECHANISMS[mechanism],
+    )
+    if optimizer.private_step.learned_shape is not None:
+        optimizer.private_step.learned_shape.learn = lambda *_: None
+    expected = []
+    for z, clip in ((1.7, 1.0), (0.6, 1.0), (0.6, 3.0), (2.0, 0.1)):
+        optimizer.noise_multiplier, optimizer.max_grad_norm = z, clip
+        assert (optimizer.noise_multiplier, optimizer.max_grad_norm) == (pytest.approx(z), clip)
+        noise = no_gradient_step(model, optimizer, torch.ones(2, 300))["0.weight"].double()
+        query = 1.01 if mechanism == "gredp shaped" else 1.0
+        assert abs(float(noise.square().mean()) / (z**2 * clip**2 * query) - 1) <= 0.035
+        expected.append(Entry(z, 1.0, 1))
+        assert engine.get_epsilon(1e-5) == pytest.approx(epsilon(expected, 1e-5), rel=1e-9)
+    optimizer.noise_multiplier, optimizer.max_grad_norm = 0.0, 0.25
+    optimizer.zero_grad()
+    (1e3 * model(torch.ones(1, 300))).sum(1).mean().backward()
+    optimizer.step()
+    assert float(model[0].weight.grad.norm()) * 2 == pytest.approx(0.25, rel=1e-5)
+    assert engine.get_epsilon(1e-5) == float("inf")
+
+
+def test_a_set_value_waits_for_the_next_sum_and_is_resumed(tmp_path):
+    (x, y), settings = batches(1)[0], {"noise_multiplier": 1.0}
+    model, optimizer, engine = world(**settings)
+    F.cross_entropy(model(x[:6]), y[:6]).backward()
+    optimizer.signal_skip_step()
+    optimizer.step()
+    optimizer.noise_multiplier, optimizer.max_grad_norm = 0.5, 2.0
+    F.cross_entropy(model(x[6:]), y[6:]).backward()
+    optimizer.signal_skip_step(False)
+    optimizer.step()
+    one_step(model, optimizer, x, y)
+    assert [e.noise_multiplier for e in engine.ledger.entries] == pytest.approx([1.0, 0.5])
+    engine.save(tmp_path / "run")
+    engine.detach()
+    model, optimizer, engine = world(**settings)
+    engine.load(tmp_path / "run")
+    one_step(model, optimizer, x, y)
+    assert [e.steps for e in engine.ledger.entries] == [1, 2]
+    assert optimizer.max_grad_norm == 2.0
+
+
+@pytest.mark.parametrize("home", ["gredp.schedulers", "opacus.schedulers"])
+def test_schedulers_of_opacus(home):
+    where = pytest.importorskip(home)
+    made = {
+        "ExponentialNoise": ({"gamma": 0.5}, [1.0, 0.5, 0.25, 0.125]),
+        "StepNoise": ({"gamma": 0.5, "step_size": 2}, [1.0, 1.0, 0.5, 0.5]),
+        "LambdaNoise": ({"noise_lambda": lambda epoch: 1 + epoch}, [1.0, 2.0, 3.0, 4.0]),
+        "ExponentialGradClip": ({"gamma": 0.5}, [1.0, 0.5, 0.25, 0.125]),
+        "StepGradClip": ({"gamma": 0.5, "step_size": 2}, [1.0, 1.0, 0.5, 0.5]),
+        "LambdaGradClip": ({"scheduler_function": lambda epoch: 1 + epoch}, [1.0, 2.0, 3.0, 4.0]),
+    }
+    for name, (options, values) in made.items():
+        _, optimizer, _, _ = make_private(small_model(), records(6), noise_multiplier=1.0)
+        scheduler, found = getattr(where, name)(optimizer, **options), []
+        for _ in values:
+            found.append(optimizer.noise_multiplier if "Noise" in name else optimizer.max_grad_norm)
+            scheduler.step()
+        assert found == pytest.approx(values), name
+        assert scheduler.state_dict()["last_epoch"] == 4
+
+
+def test_norms_of_layers_are_scheduled_together():
+    _, optimizer, _, _ = make_private(
+        small_model(), records(6), noise_multiplier=1.0, clip=[1.0, 2.0, 3.0], clipping="per_layer"
+    )
+    schedulers.ExponentialGradClip(optimizer, gamma=0.5).step()
+    assert optimizer.max_grad_norm == [0.5, 1.0, 1.5]
+
+
+def test_what_cannot_change_or_was_promised_is_said():
+    for options in ({"correlation_bands": 2, "sample_rate": 0.5}, {"noise_schedule": STAGES}):
+        _, optimizer, _, _ = make_private(small_model(), records(6), noise_multiplier=1.0, **options)
+        with pytest.raises(GredpError, match=r"bands|noise_schedule"):
+            optimizer.noise_multiplier = 0.5
+        assert optimizer.noise_multiplier == 1.0
+    model = small_model()
+    data = torch.utils.data.TensorDataset(*records(12))
+    _, optimizer, _ = PrivacyEngine(accountant="rdp").make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=6),
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        epochs=1,
+        max_grad_norm=1.0,
+    )
+    optimizer.max_grad_norm = 0.5
+    optimizer.noise_multiplier *= 2
+    with pytest.raises(GredpError, match="noise multiplier must be 0 or more"):
+        optimizer.noise_multiplier = float("nan")
+    with pytest.warns(UserWarning, match="made for ε = 3"):
+        optimizer.noise_multiplier *= 0.1

@@ -31,9 +31,9 @@ def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
     """What may not change when a run is resumed: all that the certificate and the accountant were given."""
     plan, persons = asdict(optimizer.private_step.plan), optimizer.sampler.persons
     terms = {
-        "noise_multiplier": optimizer.noise_multiplier,
+        "noise_multiplier": optimizer.requested[0],
         "sample_rate": optimizer.sample_rate,
-        "max_grad_norm": optimizer.max_grad_norm,
+        "max_grad_norm": optimizer.requested[1],
         "expected_batch_size": optimizer.expected_batch_size,
         "loss_reduction": optimizer.loss_reduction,
         "views": optimizer.sampler.views_of_a_record,
@@ -71,6 +71,7 @@ def write_checkpoint(
         "contract": contract(optimizer),
         "optimizer": {"state": numbers, "param_groups": inner["param_groups"]},
         "charged_before": optimizer.charged_before,
+        "set": [optimizer.noise_multiplier, optimizer.max_grad_norm],
         "progress": progress,
     }
     try:
@@ -124,6 +125,8 @@ def restore(
         shape = optimizer.private_step.learned_shape
         if shape is not None:
             shape.restore(groups["shape"])
+        # a plan of its own, certified and charged: those of earlier versions never change
+        optimizer.noise_multiplier, optimizer.max_grad_norm = checkpoint.facts.get("set", optimizer.requested)
         optimizer.load_state_dict(state)
         optimizer.charged_before = before
         for key, each in loaded.items():
