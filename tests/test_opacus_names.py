@@ -149,3 +149,33 @@ def test_a_compiled_model_is_rejected_with_what_to_give():
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+def test_groups_are_those_of_opacus_where_they_leave_something():
+    """Opacus' GroupNorm(32, 32) of a `[batch, 32]` input is its bias, whatever the input."""
+    model = nn.Sequential(nn.BatchNorm2d(64), nn.BatchNorm2d(20), nn.BatchNorm3d(48), nn.BatchNorm1d(32))
+    assert [layer.num_groups for layer in gredp.ModuleValidator.fix(model)] == [32, 20, 16, 2]
+    assert [layer.num_groups for layer in gredp.ModuleValidator.fix(model, num_groups=4)] == [4] * 4
+    [first, *_] = gredp.ModuleValidator.fix_and_validate(model, replace_bn_with_in=True)
+    assert isinstance(first, nn.InstanceNorm2d)
+    assert gredp.fix(model)[0].num_groups == 4
+
+
+def test_every_module_of_opacus_is_found_under_our_name():
+    from gredp import opacus_modules
+    from gredp.accountants import RDPAccountant, create_accountant
+    from gredp.accountants.utils import get_noise_multiplier
+
+    assert get_noise_multiplier is gredp.get_noise_multiplier
+    for path, names in opacus_modules.OFFERED.items():
+        for name in names:
+            assert callable(opacus_modules.find(path, name))
+    spent = RDPAccountant()
+    spent.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert spent.get_epsilon(1e-5) == epsilon([Entry(1.0, 0.1, 1)], 1e-5, "rdp")
+    assert create_accountant("prv").mechanism() == "pld"
+    assert not isinstance(nn.Linear(1, 1), gredp.GradSampleModule)
+    with pytest.raises(GredpError, match="never wrapped"):
+        gredp.grad_sample.GradSampleModule(nn.Linear(1, 1))
+    with pytest.raises(ImportError, match="cannot import name"):
+        from gredp.validators import nothing  # noqa: F401

@@ -6,6 +6,8 @@ The names are loaded when they are first used, so that `import gredp` and the co
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gredp import opacus_modules
+
 if TYPE_CHECKING:
     from gredp.engine import PrivacyEngine as PrivacyEngine
     from gredp.errors import GredpError as GredpError
@@ -43,8 +45,10 @@ __all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in opacus_modules.MODULES:
+        return import_module(f"gredp.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'gredp' has no attribute {name!r}")
+        return opacus_modules.find("", name)
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -195,6 +195,7 @@ class PrivacyEngine(OpacusNames):
         reject_other_records(loader, key)
         share_weights(module)
         capture.state.remember()
+        module.__dict__.setdefault("_module", module)  # what Opacus returns has the model there
         self._optimizer, self.requested_multiplier, self._loader = private, noise_multiplier, loader
         if split is not None:
             self._use_split(run_on_rank_zero(lambda: (None, split.key), "the split of the records")[1])

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from gredp.budget import Sampling, noise_multiplier
 from gredp.errors import GredpError
-from gredp.privacy.accountant import ACCOUNTANTS
+from gredp.privacy.accountant import ACCOUNTANTS, Accountant
+from gredp.privacy.ledger import Ledger
 from gredp.storage.resumable import Resumable
-from gredp.validation import fix, validate
+from gredp.validation import ModuleValidator, validate
 
 #: arguments of Opacus' make_private that ask for what is always so here: the model is never wrapped, empty
 #: batches are stepped, and noise is calibrated more tightly than any tolerance
@@ -23,8 +24,8 @@ class OpacusNames(Resumable):
 
     @staticmethod
     def get_compatible_module(module: nn.Module) -> nn.Module:
-        """`gredp.fix`: a copy that can be trained privately; what has no replacement is rejected by name."""
-        fixed = fix(module)
+        """A copy by `ModuleValidator.fix`; what has no replacement is rejected by name."""
+        fixed = ModuleValidator.fix(module)
         for error in validate(fixed):
             raise error
         return fixed
@@ -74,6 +75,21 @@ def _reject(others: dict[str, Any]) -> None:
 def without_opacus_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of the method alone."""
     return {name: value for name, value in options.items() if name not in ALWAYS_SO}
+
+
+def create_accountant(mechanism: str) -> Accountant:
+    """An accountant without an engine: `step` charges it."""
+    return Accountant(Ledger(), "pld" if mechanism == "prv" else mechanism)
+
+
+class RDPAccountant(Accountant):
+    def __init__(self) -> None:
+        super().__init__(Ledger(), "rdp")
+
+
+class PRVAccountant(Accountant):
+    def __init__(self) -> None:
+        super().__init__(Ledger(), "pld")
 
 
 def get_noise_multiplier(

@@ -71,8 +71,22 @@ def validate(model: nn.Module) -> list[UnsupportedModuleError]:
     return [UnsupportedModuleError(f"{name}: {why}") for name, why in found if why is not None]
 
 
+def groups_of_16(norm: nn.modules.batchnorm._BatchNorm) -> int:
+    """16 channels a group, or the largest number of groups that divides the channels."""
+    return math.gcd(norm.num_features, max(1, norm.num_features // 16))
+
+
+def groups_of_opacus(norm: nn.modules.batchnorm._BatchNorm) -> int:
+    """32, or a group for each of fewer channels; without places to average over that would leave nothing."""
+    if isinstance(norm, nn.BatchNorm1d):
+        return groups_of_16(norm)
+    return norm.num_features if norm.num_features < 32 else math.gcd(norm.num_features, 32)
+
+
 def replacement(
-    layer: nn.Module, num_groups: int | None = None, replace_bn_with_in: bool = False
+    layer: nn.Module,
+    groups_of: Callable[[nn.modules.batchnorm._BatchNorm], int] = groups_of_16,
+    replace_bn_with_in: bool = False,
 ) -> nn.Module | None:
     """What `fix` puts in place of this layer, or None where it has nothing to offer."""
     norm: dict[str, Any] = {"eps": getattr(layer, "eps", None), "affine": getattr(layer, "affine", None)}
@@ -82,8 +96,7 @@ def replacement(
                 if isinstance(layer, old):
                     return _with_weights(new(layer.num_features, **norm), layer)
             raise GredpError(f"{type(layer).__name__} has no InstanceNorm: remove replace_bn_with_in")
-        # 16 channels a group, or the largest number of groups that divides the channels
-        groups = num_groups or math.gcd(layer.num_features, max(1, layer.num_features // 16))
+        groups = groups_of(layer)
         if layer.num_features % groups:
             raise GredpError(f"{groups} groups do not divide the {layer.num_features} channels of a layer")
         return _with_weights(nn.GroupNorm(groups, layer.num_features, **norm), layer)
@@ -140,9 +153,14 @@ def fix(model: nn.Module, *, num_groups: int | None = None, replace_bn_with_in: 
     """
     if num_groups is not None and (replace_bn_with_in or num_groups < 1):
         raise GredpError(f"num_groups is a positive number, for GroupNorm alone; not {num_groups} here")
+    return _fixed(model, (lambda _: num_groups) if num_groups else groups_of_16, replace_bn_with_in)
 
+
+def _fixed(
+    model: nn.Module, groups_of: Callable[[nn.modules.batchnorm._BatchNorm], int], replace_bn_with_in: bool
+) -> nn.Module:
     def choose(_: str, layer: nn.Module) -> nn.Module | None:
-        return replacement(layer, num_groups, replace_bn_with_in) if problem(layer) else None
+        return replacement(layer, groups_of, replace_bn_with_in) if problem(layer) else None
 
     model = _replace(model, choose)
     for layer in model.modules():
@@ -183,6 +201,10 @@ def to_spectral(model: nn.Module, block: int = 8) -> nn.Module:
 class ModuleValidator:
     """The names an Opacus user knows, over `validate` and `fix`.
 
+    `fix` has the options of `gredp.fix`, and Opacus' groups for BatchNorm2d and BatchNorm3d: 32 by default,
+    or one for each of fewer channels. After a linear layer these would leave nothing but the bias, so
+    BatchNorm1d has those of `gredp.fix`.
+
     >>> ModuleValidator.is_valid(nn.BatchNorm1d(4))
     False
     >>> ModuleValidator.is_valid(ModuleValidator.fix(nn.BatchNorm1d(4)))
@@ -204,11 +226,11 @@ class ModuleValidator:
 
     @classmethod
     def fix(cls, module: nn.Module, **options: Any) -> nn.Module:
-        """`options` are those of `gredp.fix`."""
-        return fix(module, **options)
+        given = {name: value for name, value in options.items() if value is not None and value is not False}
+        return fix(module, **given) if given else _fixed(module, groups_of_opacus, False)
 
     @classmethod
     def fix_and_validate(cls, module: nn.Module, **options: Any) -> nn.Module:
-        fixed = fix(module, **options)
+        fixed = cls.fix(module, **options)
         cls.validate(fixed, strict=True)
         return fixed

@@ -285,6 +285,10 @@ class Accountant:
         """The proven ε spent so far. Opacus' Rényi orders `alphas` are not needed: ours are always tried."""
         return epsilon(self.ledger.entries, delta, self.name)
 
+    def get_privacy_spent(self, *, delta: float, alphas: object = None) -> tuple[float, float]:
+        """ε, and not a number where Opacus has the best of its `alphas`: orders are no setting here."""
+        return self.get_epsilon(delta), math.nan
+
     @property
     def history(self) -> list[tuple[float, float, int]]:
         """(noise multiplier, sampling rate, steps) of all that was charged, as Opacus has it.
