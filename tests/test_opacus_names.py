@@ -13,9 +13,9 @@ from gredp.privacy.accountant import Accountant, epsilon
 from gredp.privacy.ledger import Entry, Ledger
 
 
-def private(engine, **settings):
+def private(engine, model=None, **settings):
     torch.manual_seed(0)
-    model = nn.Linear(4, 2)
+    model = model or nn.Linear(4, 2)
     data = TensorDataset(torch.randn(20, 4), torch.zeros(20).long())
     return engine.make_private(
         module=model,
@@ -91,7 +91,7 @@ def test_the_accountant_counts_and_hands_over_its_history():
     epoch(model, optimizer, loader)
     accountant = engine.accountant
     assert len(accountant) == 4
-    assert accountant.history == [(pytest.approx(1.0), 0.25, 4)]
+    assert accountant.history == [(pytest.approx(1.0), loader.sample_rate, 4)]
     state = json.loads(json.dumps(accountant.state_dict()))
     other = PrivacyEngine(accountant="rdp").accountant
     other.load_state_dict(state)
@@ -136,6 +136,27 @@ def test_hooks_see_the_noisy_gradients_of_every_step():
     epoch(model, optimizer, loader)
     assert len(seen) == 4
     assert all(gradient.any() for gradient in seen)
+
+
+def sharded() -> nn.Module:
+    model = nn.Linear(4, 2)
+    model.weight.device_mesh = None  # as a DTensor has one
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "why"),
+    [
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 2))), {}, "torch.jit hides the layers"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 2))), {}, "torch.jit hides the layers"),
+        (sharded, {}, "sharded .* whole model to each process"),
+        (lambda: nn.Linear(4, 2), {"grad_sample_mode": "no_op"}, "have no certificate; use 'hooks'"),
+        (lambda: nn.Linear(4, 2), {"grad_sample_mode": "ghost_fsdp"}, "'ghost' with torchrun"),
+    ],
+)
+def test_what_cannot_be_certified_is_named_with_what_can(model, option, why):
+    with pytest.raises(GredpError, match=why):
+        private(PrivacyEngine(), model=model(), **option)
 
 
 def test_a_compiled_model_is_rejected_with_what_to_give():

@@ -44,6 +44,10 @@ def check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool
         raise GredpError(
             "grad_sample_mode 'ghost_fsdp' is not supported: use 'ghost' with torchrun, unsharded"
         )
+    if mode == "no_op":
+        raise GredpError(
+            "grad_sample_mode 'no_op' is not supported: gradients of your own have no certificate; use 'hooks'"
+        )
     if mode not in GRAD_SAMPLE_MODES:
         raise GredpError(f"unknown grad_sample_mode {mode!r}: {', '.join(GRAD_SAMPLE_MODES)} mean the same")
 
@@ -61,6 +65,16 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     compiled = [part for part in module.modules() if hasattr(part, "_orig_mod")]
     if any(parameter.requires_grad for part in compiled for parameter in part.parameters()):
         raise GredpError("torch.compile hides the layers of the model: give make_private model._orig_mod")
+    scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
+    if any(parameter.requires_grad for part in scripted for parameter in part.parameters()):
+        raise GredpError(
+            "torch.jit hides the layers of the model: make it private first, script it at the end"
+        )
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        raise GredpError(
+            "the parameters are sharded (DTensor): give the whole model to each process of torchrun, "
+            "which then train it as one"
+        )
     if errors := validate(module):
         raise errors[0]
     if isinstance(module, nn.parallel.DistributedDataParallel):

@@ -281,8 +281,10 @@ class Accountant:
         self.ledger = ledger
         self.name: str = name
 
-    def get_epsilon(self, delta: float, alphas: object = None) -> float:
-        """The proven ε spent so far. Opacus' Rényi orders `alphas` are not needed: ours are always tried."""
+    def get_epsilon(
+        self, delta: float, alphas: object = None, eps_error: object = None, delta_error: object = None
+    ) -> float:
+        """The proven ε spent so far. Opacus' other arguments are not needed: no order or error is a setting."""
         return epsilon(self.ledger.entries, delta, self.name)
 
     def get_privacy_spent(self, *, delta: float, alphas: object = None) -> tuple[float, float]:

@@ -152,6 +152,11 @@ class PrivateLoader(DataLoader[Any]):
     #: parts that were drawn in this pass and not handed out yet
     queue: deque[Part]
 
+    @property
+    def sample_rate(self) -> float:
+        """The probability of each record, or person, to be in a batch."""
+        return float(self.poisson.sample_rate)
+
     @classmethod
     def like(
         cls, loader: DataLoader[Any], sampler: PoissonBatchSampler, collate: EmptyBatches | None = None
