@@ -123,15 +123,17 @@ MUTANTS = [
     Mutant(
         bugs.fft_without_unitary_scaling,
         laws.test_noise_has_the_variance_of_the_certificate,
-        ("circulant 8", "gredp"),
+        ("circulant 8", "gredp padded"),
     ),
     Mutant(
         bugs.half_spectrum_without_root_two,
         laws.test_noise_has_the_variance_of_the_certificate,
         ("conv 3x3", "gredp shaped"),
     ),
-    Mutant(bugs.real_noise_only, laws.test_no_direction_is_left_without_noise, ("gredp",)),
-    Mutant(bugs.last_coefficient_without_noise, laws.test_no_direction_is_left_without_noise, ("gredp",)),
+    Mutant(bugs.real_noise_only, laws.test_no_direction_is_left_without_noise, ("gredp padded",)),
+    Mutant(
+        bugs.last_coefficient_without_noise, laws.test_no_direction_is_left_without_noise, ("gredp padded",)
+    ),
     Mutant(
         bugs.clip_of_the_mean_loss, laws.test_one_record_moves_the_sum_by_at_most_the_clip_norm, ("dpsgd",)
     ),

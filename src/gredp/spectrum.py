@@ -247,6 +247,12 @@ class BlockView:
         """Of the grid's last axis."""
         return self.block.grid[-1] if self.axes else 1
 
+    @property
+    def half_shape(self) -> tuple[int, ...]:
+        """Of the block's spectrum as it is kept: `[*lead, *half]`."""
+        lead = self.block.shape[: len(self.block.shape) - self.axes]
+        return (*lead, *self.block.grid[:-1], self.length // 2 + 1) if self.axes else lead
+
     def noise_parts(self, a: float, b: float) -> Tensor:
         """`[last axis of the half, 2]`: deviations of real and imaginary noise on each coefficient kept.
 

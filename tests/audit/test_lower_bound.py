@@ -5,9 +5,9 @@ import pytest
 from gredp.audit import lower_bound
 from gredp.audit.lower_bound import audited_lower_bound, optimistic_epsilon
 from gredp.errors import GredpError
+from gredp.mechanisms import StepPlan
 from gredp.privacy.accountant import epsilon
 from gredp.privacy.ledger import Entry
-from gredp.spectrum import BlockView
 
 RUN = {"sample_rate": 0.02, "steps": 300}
 
@@ -53,8 +53,7 @@ def test_the_papers_claim_is_passed_at_the_noise_of_algorithm_2():
 
 @pytest.mark.slow
 def test_missing_noise_lifts_the_bound_above_the_proof(monkeypatch):
-    right = BlockView.noise_parts
-    monkeypatch.setattr(BlockView, "noise_parts", lambda view, a, b: 0.4 * right(view, a, b))
+    monkeypatch.setattr(StepPlan, "white_part", property(lambda plan: 0.4 * plan.noise_parts[0]))
     found = audited_lower_bound("gredp", clipping="flat", sigma=1.0, plays=200, **RUN)
     assert found.epsilon > epsilon([Entry(0.5**0.5, RUN["sample_rate"], RUN["steps"])], 1e-5)
 

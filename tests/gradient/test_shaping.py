@@ -180,9 +180,8 @@ def test_a_preconditioned_step_equals_dense_transforms(groups):
     """Q: linear, convolutional and circulant layers, random w and P, noise off, in float64."""
     x, y = records(6)
     model = small_model().double()
-    model, optimizer, _, _ = make_private(
-        model, (x.double(), y), clip=0.05, method="gredp", noise="shaped", groups=groups
-    )
+    shaped = {"method": "gredp", "noise": "shaped", "groups": groups, "preconditioner": 0.5}
+    model, optimizer, _, _ = make_private(model, (x.double(), y), clip=0.05, **shaped)
     step, generator = optimizer.private_step, torch.Generator().manual_seed(2)
     count = len(step.learned_shape._squared)
     step.learned_shape._squared = torch.rand(count, generator=generator).double() * 3 + 0.1

@@ -8,6 +8,7 @@ With A the map from a clip group's ball to the same coordinates, rule 1 of docs/
 """
 
 import math
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -241,7 +242,7 @@ def test_certificate_is_what_the_released_noise_gives(name):
 )
 @pytest.mark.parametrize("precondition", [False, True])
 def test_shaped_certificate_holds_for_any_weights(shaping, clipping, precondition):
-    built = ShapedGReDP(shaping, clipping)
+    built = ShapedGReDP(replace(shaping, preconditioner=0.5 * precondition), clipping)
     step = PrivateStep(built.plan(WHOLE, NORM, SIGMA, BATCH), UnitSource(-1), BATCH)
     generator = torch.Generator().manual_seed(5)
     random = torch.randn(2, len(step.learned_shape.sizes), generator=generator, dtype=torch.float64).exp()
@@ -306,6 +307,18 @@ def test_without_noise_a_sum_comes_back_as_the_map_of_the_ball_says(name):
     for block in blocks:
         tolerance = 1e-5 if step.learned_shape is not None else 1e-12
         np.testing.assert_allclose(found[block.name].numpy(), expected[block.name], atol=tolerance)
+
+
+@pytest.mark.parametrize("part", [HALF, 1.0])
+def test_equal_parts_on_a_spectrum_are_one_real_draw_for_each_coordinate(part):
+    """Without a transform, of the covariance that the paper's steps have when they are taken one by one."""
+    white, spectral = (
+        noise_map(PrivateStep(GReDP((part, part), grid=grid).plan(WHOLE, NORM, SIGMA, BATCH), None, BATCH))
+        for grid in ("kernel", "padded")
+    )
+    np.testing.assert_allclose(white, part * SIGMA * NORM * np.eye(len(white)), rtol=1e-12)
+    assert spectral.shape[1] > white.shape[1]  # real and imaginary parts are drawn
+    np.testing.assert_allclose(spectral @ spectral.T, white @ white.T, atol=1e-12)
 
 
 def test_the_oracle_can_tell_a_wrong_plan():

@@ -17,10 +17,11 @@ def invert(
     if not isinstance(noisy, NoisySum):
         raise TypeError(f"only a NoisySum can be released, not {type(noisy).__name__}")
     plan = noisy.bounded.plan
-    if plan.transform == "none":
-        return dict(noisy.values)
     released = {}
     for name, spectrum in noisy.values.items():
+        if not spectrum.is_complex():  # a real gradient already
+            released[name] = spectrum
+            continue
         view = noisy.bounded.block_views[name]
         if plan.shaping is not None:
             weights = torch.rsqrt(squared_weights[name]) * preconditioner[name]

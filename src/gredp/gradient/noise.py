@@ -48,16 +48,15 @@ class SecretSource:
 
     def normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         self._block += 1
-        n = math.prod(shape)
-        parts = [
-            self._part(min(IN_CACHE, n - start), like.dtype == torch.float64, start)
-            for start in range(0, n, IN_CACHE)
-        ]
-        values = torch.cat(parts) if parts else torch.zeros(0)
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        values = torch.empty(math.prod(shape), dtype=dtype)
+        for start in range(0, len(values), IN_CACHE):
+            self._fill(values[start : start + IN_CACHE], start)
         return values.view(shape).to(device=like.device, dtype=like.dtype)
 
-    def _part(self, n: int, double: bool, start: int) -> Tensor:
-        half, place = (n + 1) // 2, (self._step, self._block, start)
+    def _fill(self, out: Tensor, start: int) -> None:
+        half, place = (len(out) + 1) // 2, (self._step, self._block, start)
+        double = out.dtype == torch.float64
         width = 8 if double else 4
         stream = self.secret.keystream(2 * width * half, "noise", *place)
         if double:
@@ -73,7 +72,9 @@ class SecretSource:
             turns = torch.frombuffer(stream, dtype=torch.int32, count=half, offset=4 * half).float()
         radius.log_().mul_(-2).sqrt_()
         angle = turns.mul_(math.pi / 2.0 ** (8 * width - 1))
-        return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
+        torch.cos(angle, out=out[:half]).mul_(radius)
+        rest = len(out) - half
+        torch.sin(angle[:rest], out=out[half:]).mul_(radius[:rest])
 
 
 class GeneratorSource:
@@ -98,7 +99,7 @@ class NoisySum:
     """The released value of one step, in the domain where it was noised. Safe to publish."""
 
     bounded: BoundedSum
-    values: dict[str, Tensor]  # real without a transform, else complex spectra over the half grid
+    values: dict[str, Tensor]  # real where nothing is left to undo, else complex spectra over the half grid
     shares: Tensor | None
 
 
@@ -122,22 +123,26 @@ def add_noise(
             total = bounded.totals.get(name)
             if total is None:
                 total = empty_sum(view, parameters[name])
-            if plan.transform == "none":
+            if plan.white_part is not None and not view.padded:
                 values[name] = total
                 if group.noise_std:
                     draw = source.normal(view.block.shape, total)
-                    values[name] = draw.mul_(group.noise_std).add_(total)
+                    values[name] = draw.mul_(group.noise_std * plan.white_part).add_(total)
                 continue
             real = total.real if total.is_complex() else total
             weights = view.spread(squared_weights[name].to(real).sqrt())
-            spectrum = view.spectrum(total) * weights
             # Real white noise has the spectrum of a = b = 1, and nothing of it goes to imaginary parts.
-            parts = view.noise_parts(*(plan.noise_parts or (1.0, 1.0))) * group.noise_std
-            draw = source.normal((*spectrum.shape, 2), real).mul_(parts.to(real))
-            noise = torch.view_as_complex(draw)
+            parts = (view.noise_parts(*(plan.noise_parts or (1.0, 1.0))) * group.noise_std).to(real)
+            draw = source.normal((*view.half_shape, 2), real)
+            if plan.keeps_sums and not view.padded:
+                # There and back the sum is what it was: F⁻¹((w ⊙ F v + τ)/w) = v + F⁻¹(τ/w).
+                noise = torch.view_as_complex(draw.mul_(parts / weights[..., None]))
+                values[name] = view.real_part(noise).add_(total)
+                continue
+            noise = torch.view_as_complex(draw.mul_(parts))
             if plan.keep_ratio is not None:
                 noise *= weights  # 1 in the kept band, 0 outside: what is dropped stays zero
-            values[name] = noise.add_(spectrum)
+            values[name] = noise.add_(view.spectrum(total) * weights)
     shares = bounded.shares
     if plan.shaping is not None:
         if shares is None:

@@ -68,5 +68,4 @@ def empty_sum(view: BlockView, like: Tensor) -> Tensor:
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if not view.padded:
         return torch.zeros(view.block.shape, dtype=dtype, device=like.device)
-    half = (*like.shape[: like.dim() - view.axes], *view.block.grid[:-1], view.length // 2 + 1)
-    return torch.zeros(half, dtype=dtype.to_complex(), device=like.device)
+    return torch.zeros(view.half_shape, dtype=dtype.to_complex(), device=like.device)

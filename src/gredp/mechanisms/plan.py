@@ -104,6 +104,23 @@ class StepPlan:
         """By which processes tell plans apart."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
+    @property
+    def white_part(self) -> float | None:
+        """a, where the noise of a whole block is white of deviation a·noise_std: one real draw has its law.
+
+        Equal parts on the coefficients of a unitary transform leave a² on even and on odd directions, hence
+        on every coordinate. None where they differ, or where frequencies do. On the padded grid the paper's
+        steps are taken one by one, whatever the parts are.
+        """
+        a, b = self.noise_parts or (1.0, 1.0)
+        alike = self.transform != "padded" and self.shaping is None and self.keep_ratio is None
+        return a if alike and a == b else None
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether what a step releases of a whole block is its sum and noise: nothing dropped or scaled."""
+        return self.keep_ratio is None and (self.shaping is None or not self.shaping.preconditioner)
+
     def certificate(self) -> Certificate:
         """K and Σ of this step, hence its multiplier.
 

@@ -84,7 +84,9 @@ def check_theorems(
 def released_noise(grid: Grid, parts: Parts, trials: int, source: NoiseSource, step: int) -> Floats:
     """`[trials, n]` in units of Sσ, by the stages of a training step in their order."""
     block = Block.whole("noise", "layer", (trials, *grid), len(grid))
-    plan = mechanism("gredp", claim="paper", clipping="flat", noise_parts=parts).plan([block], CLIP, SIGMA, 1)
+    # The padded grid takes the paper's steps one by one, of equal parts too.
+    reading: dict[str, Any] = {"noise_parts": parts, "grid": "padded"}
+    plan = mechanism("gredp", claim="paper", clipping="flat", **reading).plan([block], CLIP, SIGMA, 1)
     vector = torch.linspace(-1, 1, math.prod(grid), dtype=torch.float64).view(grid)
     total = vector.expand(trials, *grid).contiguous()
     views, ones = {block.name: BlockView(block)}, {block.name: torch.ones(1)}
