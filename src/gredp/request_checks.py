@@ -46,7 +46,7 @@ def check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool
         )
     if mode == "no_op":
         raise GredpError(
-            "grad_sample_mode 'no_op' is not supported: gradients of your own have no certificate; use 'hooks'"
+            "grad_sample_mode 'no_op' is not supported: your own gradients have no certificate; use 'hooks'"
         )
     if mode not in GRAD_SAMPLE_MODES:
         raise GredpError(f"unknown grad_sample_mode {mode!r}: {', '.join(GRAD_SAMPLE_MODES)} mean the same")

@@ -199,8 +199,8 @@ def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor, call: Call
     except RuntimeError as error:
         if "randomness" in str(error):
             raise GredpError(
-                f"{type(layer).__name__} draws random numbers in its forward (dropout), so the gradients of its "
-                "own parameters cannot be recomputed: move these into a module without random numbers"
+                f"{type(layer).__name__} draws random numbers in its forward (dropout), so the gradients of "
+                "its own parameters cannot be recomputed: move these into a module without random numbers"
             ) from None
         raise
     return {n: Dense(v, min(1, v.dim() - 1)) for n, v in dense.items()}

@@ -284,7 +284,7 @@ class Accountant:
     def get_epsilon(
         self, delta: float, alphas: object = None, eps_error: object = None, delta_error: object = None
     ) -> float:
-        """The proven ε spent so far. Opacus' other arguments are not needed: no order or error is a setting."""
+        """The proven ε spent so far. Opacus' orders and errors are accepted: none is a setting here."""
         return epsilon(self.ledger.entries, delta, self.name)
 
     def get_privacy_spent(self, *, delta: float, alphas: object = None) -> tuple[float, float]:
