@@ -25,6 +25,7 @@ import test_batch_dimension
 import test_budget
 import test_checkpoint
 import test_clipped_sum
+import test_forwards
 import test_layer_laws as layer_laws
 import test_loss_distribution
 import test_mechanism_laws as laws
@@ -145,6 +146,16 @@ MUTANTS = [
     Mutant(
         bugs.records_of_a_person_clipped_one_by_one,
         test_persons.test_a_person_moves_the_sum_by_at_most_the_clip_norm,
+    ),
+    Mutant(
+        bugs.forwards_clipped_one_by_one,
+        test_forwards.test_a_record_moves_the_sum_by_at_most_the_clip_norm_over_all_its_forwards,
+        ("dpsgd",),
+    ),
+    Mutant(
+        bugs.forwards_on_two_draws_added_up,
+        test_forwards.test_forwards_on_other_records_are_refused,
+        (test_forwards.two_draws,),
     ),
     Mutant(bugs.units_mixed_in_a_ledger, in_a_new_folder(test_persons.test_a_ledger_has_one_unit)),
     Mutant(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gredp.distributed import rejected_by_all, world_size
 from gredp.errors import GredpError
 from gredp.gradient.capture import Capture
+from gredp.gradient.received import Forward
 from gredp.gradient.rules import exact
 from gredp.gradient.step import PrivateStep
 from gredp.mechanisms.plan import StepPlan
@@ -46,6 +47,7 @@ class PrivateOptimizer(Optimizer):
     | step() without a backward since the last one | rejected: those gradients were spent |
     | a second step on a batch of the loader | charged at rate 1, with a warning: no new draw hides it |
     | more or fewer inputs than records were drawn | rejected: each input is clipped as one record |
+    | several forwards on one batch, one backward or several | a record's gradients add up, clipped once |
     | batches of the loader are added up, a second step on a part of one | rejected |
     | batches of the caller's own, before the loader was used | charged as the loader's: the caller's word |
     | an exception within step() | the sum is dropped; what was charged stays charged |
@@ -103,6 +105,7 @@ class PrivateOptimizer(Optimizer):
         self._owned = set(module.parameters())
         #: the batches that the loader has handed out
         self.handed = sampler.handed
+        capture.handed_out = lambda: None if self.handed.unused is None else self.handed.count
         if self.split is not None:
             self.handed.next_turn = lambda: self.next_turn
         self._skip = False
@@ -217,12 +220,12 @@ class PrivateOptimizer(Optimizer):
         if world_size() != self._processes:
             were = f"{self._processes} in make_private, {world_size()} now"
             raise GredpError(f"the number of processes changed ({were}): join them before make_private")
-        inputs = self.capture.inputs
+        forwards = self.capture.forwards
         spectra = self.capture.take()
         if spectra is None:
             raise GredpError("optimizer.step() without a new backward pass: check model.train() and the loss")
         try:
-            draw, last = self._draw_of(spectra.batch, inputs)
+            draw, last = self._draw_of(spectra.batch, forwards)
             if last:
                 self.capture.state.reject_changes()
                 if draw is not None and not self.private_step.accumulated:
@@ -265,11 +268,12 @@ class PrivateOptimizer(Optimizer):
                 what = f"a parameter of shape {tuple(parameter.shape)}"
                 raise GredpError(f"{what} of the optimizer was not the model's in make_private: remove it")
 
-    def _draw_of(self, records: int, inputs: list[StorageWeakRef]) -> tuple[Draw | None, bool]:
+    def _draw_of(self, records: int, forwards: list[Forward]) -> tuple[Draw | None, bool]:
         """The draw that these records are of, and whether they complete it; None for batches of the caller's.
 
         Rejects sums in which a record could be twice, and rows that are not records.
         """
+        inputs = self.handed.of_one_batch([forward.inputs for forward in forwards])
         part = self.handed.waiting
         if part is not None:
             if self.private_step.accumulated and self._summed is not part.draw:

@@ -376,6 +376,20 @@ def test_a_layer_used_twice_counts_both_uses(case):
     assert_answers_agree(captured(model, case.records(3)))
 
 
+@every_case
+def test_two_forwards_count_as_a_layer_used_twice(case):
+    model, x = case.model(), case.records(3)
+    truth = per_sample_gradients(Twice(case, model, model), x)
+    capture = Capture(model.train(), "sum")
+    capture.handed_out = lambda: 1  # both are on the same batch of a loader
+    wavy(model(x) + 2 * model(case.other(x))).sum().backward()
+    found = capture.take().gradients
+    capture.detach()
+    assert {f"first.{name}" for name in found} == truth.keys()
+    for name, gradient in found.items():
+        assert_close(gradient.dense(), truth[f"first.{name}"])
+
+
 @pytest.mark.parametrize("name", ["linear", "conv2d", "embedding", "group norm", "bare parameters"])
 def test_a_layer_with_two_parents_is_counted_once_for_each_use(name):
     case = CASES[name]

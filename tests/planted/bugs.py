@@ -141,6 +141,25 @@ def records_of_a_person_clipped_one_by_one(patch: Patch) -> None:
     views_clipped_one_by_one(patch)
 
 
+def forwards_clipped_one_by_one(patch: Patch) -> None:
+    """Each forward of a step is bounded by itself, so that k of them move the sum by up to k·C."""
+
+    def side_by_side(first, second, grid_axes):
+        return per_sample.Dense(torch.cat([first.dense(), second.dense()]), grid_axes)
+
+    patch.setattr(received, "add", side_by_side)
+
+
+def forwards_on_two_draws_added_up(patch: Patch) -> None:
+    """A record may be in both, in other rows, and is charged for one."""
+    patch.setattr(received.Received, "_reject_other_draw", lambda self, forward: None)
+    patch.setattr(sampling.HandedOut, "by_memory", lambda self, inputs: None)
+    honest = optimizer.PrivateOptimizer._draw_of
+    patch.setattr(
+        optimizer.PrivateOptimizer, "_draw_of", lambda self, records, forwards: honest(self, records, [])
+    )
+
+
 def units_mixed_in_a_ledger(patch: Patch) -> None:
     """Steps on records and steps on persons are added up as if they were of one kind."""
     patch.setattr(ledger, "one_unit", lambda entries, unit: None)
@@ -352,7 +371,7 @@ def spent_gradients_used_again(patch: Patch) -> None:
     patch.setattr(
         capture.Capture,
         "drop",
-        lambda self: self.__dict__.update(_pending={}, _batch=None, _pending_pass=None),
+        lambda self: self.__dict__.update(_pending={}, _batch=None, forwards=[]),
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gredp.adapters.budget import Budget, reject_private_metric
 from gredp.audit.canaries import Grid
 from gredp.audit.examples import Effort, Verdict, verdict
-from gredp.audit.victims import EnginePersons, EngineStep
+from gredp.audit.victims import EngineForwards, EnginePersons, EngineStep
 from gredp.engine import PrivacyEngine
 from gredp.errors import GredpError
 from gredp.privacy import ledger as ledger_
@@ -43,13 +43,16 @@ def game(
 ) -> Verdict:
     """The game against one step of the engine, held to what its own ledger was charged.
 
-    Of a person, if the options name a number of records.
+    Of a person, if the options name a number of records; of a step with two forwards, if they say so.
     """
+    victim: EngineStep
     if "records_per_person" in options:
         run = 1, 1.0  # steps, rate
-        victim: EngineStep = EnginePersons(options, noise_multiplier, *run, grids=grids, seed=effort.seed)
+        victim = EnginePersons(options, noise_multiplier, *run, grids=grids, seed=effort.seed)
     else:
-        victim = EngineStep(options, noise_multiplier, grids=grids, seed=effort.seed)
+        engine = {n: v for n, v in options.items() if n != "forwards"}
+        kind = EngineForwards if engine != options else EngineStep
+        victim = kind(engine, noise_multiplier, grids=grids, seed=effort.seed)
     return verdict(effort, victim, grids, victim.claim("proven"), only, others)
 
 
@@ -340,6 +343,14 @@ def _rows(x: Tensor) -> None:
     _released(model, optimizer, torch.cat([drawn, drawn]))
 
 
+def _two_draws(x: Tensor) -> None:
+    """A forward on each of two batches, and one step."""
+    model, optimizer, loader, _ = _private(nn.Linear(6, 3), x)
+    first, second = (drawn for (drawn,) in chain(loader, loader))
+    (model(first).sum(1).mean() + model(second).sum(1).mean()).backward()
+    optimizer.step()
+
+
 def _reordered_views(x: Tensor) -> None:
     """Views of different records side by side."""
     model = nn.Linear(6, 3)
@@ -411,6 +422,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a delta of one in the records": _large_delta,
     "a training loss that decides": lambda x: reject_private_metric("EarlyStopping", "train_loss", ()),
     "more inputs than records": _rows,
+    "forwards on two draws": _two_draws,
     "views that a collate function may reorder": _reordered_views,
 }
 

@@ -14,6 +14,7 @@ GREDP: dict[str, Any] = {"method": "gredp"}
 SPECTRAL: dict[str, Any] = {"method": "gredp", "grid": "padded"}
 SHAPED: dict[str, Any] = {"method": "gredp", "noise": "shaped"}
 PERSONS: dict[str, Any] = {"method": "dpsgd", "records_per_person": 4}
+FORWARDS: dict[str, Any] = {"method": "dpsgd", "forwards": 2}
 LAYERS: dict[str, Any] = {"method": "dpsgd", "clipping": "layer_wise"}
 
 
@@ -46,6 +47,7 @@ SELF_TEST = [
     Planted(bugs.last_coefficient_without_noise, GAME, (SPECTRAL, ("quietest",))),
     Planted(bugs.clip_of_the_mean_loss, GAME, (DPSGD,)),
     Planted(bugs.records_of_a_person_clipped_one_by_one, GAME, (PERSONS,)),
+    Planted(bugs.forwards_clipped_one_by_one, GAME, (FORWARDS,)),
     Planted(bugs.noise_divided_by_the_batch, GAME, (DPSGD,)),
     Planted(bugs.empty_batches_skipped, GAME, (DPSGD, ("random",), ((8,),), 0)),
     Planted(bugs.micro_batches_clipped_as_one, GAME, (DPSGD,)),
@@ -102,6 +104,7 @@ SELF_TEST = [
     Planted(bugs.any_delta_certified, checks.refusal, ("a delta of one in the records",)),
     Planted(bugs.private_losses_that_decide, checks.refusal, ("a training loss that decides",)),
     Planted(bugs.rows_not_compared_with_records, checks.refusal, ("more inputs than records",)),
+    Planted(bugs.forwards_on_two_draws_added_up, checks.refusal, ("forwards on two draws",)),
     Planted(
         bugs.views_reordered_by_a_collate_function,
         checks.refusal,

@@ -32,6 +32,7 @@ class Case:
     rate: float = 1.0
     sigma: float = SIGMA
     alarm: bool = False
+    forwards: int = 1
 
 
 def method(name: str, noise: str = "white", clipping: str | None = "flat", **more: Any) -> dict[str, Any]:
@@ -58,6 +59,7 @@ CASES = (
     Case("DP-SGD, 4 steps", method("dpsgd"), steps=4, sigma=1.0),
     Case("GReDP shaped, 4 steps", method("gredp", "shaped"), steps=4, sigma=1.0),
     Case("DP-SGD, a person with 6 records", method("dpsgd", records_per_person=4)),
+    Case("DP-SGD, two forwards in a step", method("dpsgd"), forwards=2),
     Case("DP-SGD, 4 steps at rate ½", method("dpsgd"), steps=4, rate=0.5, sigma=1.0),
     Case("GReDP, 4 steps", method("gredp"), "paper", steps=4, sigma=1.0),
     Case("GReDP, 4 steps at rate ½", method("gredp"), "paper", steps=4, rate=0.5, sigma=1.0),
@@ -85,7 +87,7 @@ def run_case(
         alarm = one_run(*_digits(), options, case.sigma, claim=case.claim, steps=case.steps, **effort)
         return {**head, "game": "one run, gross-error alarm", **alarm.to_json()}
     from gredp.audit.game import audit
-    from gredp.audit.victims import EnginePersons, EngineRun, EngineStep, EngineTurn
+    from gredp.audit.victims import EngineForwards, EnginePersons, EngineRun, EngineStep, EngineTurn
 
     victim: EngineStep
     only: tuple[str, ...]
@@ -97,7 +99,9 @@ def run_case(
         victim = EngineRun(options, case.sigma, case.steps, case.rate, grids=((8,),), seed=seed)
     else:
         game, only, usual = "one step", (), PLAYS
-        kind = EngineTurn if options.get("correlation_bands", 1) > 1 else EngineStep
+        kind: type[EngineStep] = EngineForwards if case.forwards > 1 else EngineStep
+        if options.get("correlation_bands", 1) > 1:
+            kind = EngineTurn
         victim = kind(options, case.sigma, seed=seed)
     claimed, proven = victim.claim(case.claim), victim.claim("proven").epsilon(delta)
     found = audit(victim, victim.grids, claimed, plays=plays or usual, only=only, tick=tick, **effort)

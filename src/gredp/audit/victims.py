@@ -63,6 +63,9 @@ class EngineStep:
     `entry` is what the ledger was charged for a step: the claim comes from it, not from the request.
     """
 
+    #: of the model in a step, all on the same records
+    forwards = 1
+
     def __init__(
         self,
         options: dict[str, Any],
@@ -110,9 +113,19 @@ class EngineStep:
         _zero(self.model)
         step = self.optimizer.private_step
         before = copy.deepcopy(step.learned_shape)
-        _train(self.model, self.optimizer, torch.from_numpy(gradients).float())
+        _train(self.model, self.optimizer, torch.from_numpy(gradients).float(), self.forwards)
         step.learned_shape = before
         return _moved(self.model, self.optimizer)
+
+
+class EngineForwards(EngineStep):
+    """Two forwards in a step, as on real and generated inputs: each has the record's whole gradient."""
+
+    forwards = 2
+
+    def __call__(self, gradients: Floats) -> Floats:
+        _hand_out(self.optimizer, len(gradients))
+        return super().__call__(gradients)
 
 
 class EngineTurn(EngineStep):
@@ -134,10 +147,7 @@ class EngineTurn(EngineStep):
         reach = len(column) - 1
         y = self._earlier[-reach:] or [np.zeros(self.dimension)] * reach
         for drawn in (gradients, *[gradients[:0]] * reach):
-            # in place of the loader, which would sample
-            handed, drawn_for = self.optimizer.handed, self.optimizer.next_turn
-            handed.begin()
-            handed.add(Part(Draw(len(drawn), drawn_for), len(drawn)))
+            _hand_out(self.optimizer, len(drawn))
             y.append(super().__call__(drawn))
         self._earlier = y[-reach:]
         whitened = [sum(c * y[t - j] for j, c in enumerate(column)) for t in range(reach, len(y))]
@@ -182,9 +192,16 @@ def _zero(model: nn.Module) -> None:
         nn.init.zeros_(p)
 
 
-def _train(model: Any, optimizer: Any, x: Tensor) -> None:
+def _hand_out(optimizer: Any, records: int) -> None:
+    """In place of the loader, which would sample."""
+    optimizer.handed.begin()
+    optimizer.handed.add(Part(Draw(records, optimizer.next_turn), records))
+
+
+def _train(model: Any, optimizer: Any, x: Tensor, forwards: int = 1) -> None:
     optimizer.zero_grad()
-    model(x).mean().backward()
+    for _ in range(forwards):
+        model(x).mean().backward()
     optimizer.step()
 
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
 from gredp.gradient.batch_dimension import RowsOnZeros, as_records, is_positions
-from gredp.gradient.graph import in_graph
-from gredp.gradient.received import Received
+from gredp.gradient.graph import in_backward, in_graph, reaches_weights
+from gredp.gradient.received import Forward, Received
 from gredp.gradient.state import UntrainedState
 from gredp.gradient.units import blocks, find_units
 from gredp.mechanisms.plan import Needs
@@ -78,11 +78,10 @@ class Capture(Received):
     def _begin_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.module or self._paused:
             return
-        self._pass += 1
         tensors = _tensors((args, kwargs))
         self._root_batch = tensors[0].shape[0] if tensors else None
         if torch.is_grad_enabled():
-            self._places[self._pass] = memory_of(tensors)
+            self._forward = Forward(self.handed_out(), memory_of(tensors))
         if module.training:
             self.state.begin_forward()
 
@@ -132,6 +131,16 @@ class Capture(Received):
         # Without an output the layer's forward raised; that error is on its way.
         return None if out is None else self._watch(layer, args, kwargs, out)
 
+    def _running(self) -> Forward:
+        """That of the model, also where a backward runs parts of it again.
+
+        Where parts of the model are called without it, those up to a backward are one.
+        """
+        handed_out, alone = self.handed_out(), self._root_batch is None and not in_backward()
+        if alone and (self.forwards or self._forward.handed_out != handed_out):
+            self._forward = Forward(handed_out)
+        return self._forward
+
     def _watch(self, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         unit = self._by_layer[layer]
         leaves, spec = tree_flatten((args, kwargs))
@@ -159,19 +168,14 @@ class Capture(Received):
                 "records, though as many here, and would be clipped in their place; give it [batch, ...] as "
                 "input (position ids by ids.expand(len(x), -1)), or freeze it"
             )
-        if self._pending_pass is not None:  # parts of the model are called without its own forward
-            self._pass += 1
-        spent, number, version = [False], self._pass, x._version
+        forward, version = self._running(), x._version
 
         def receive(grad: Tensor) -> None:
-            if spent[0]:
-                raise GredpError(
-                    f"{unit.name} was differentiated twice: add the losses and call backward once per batch"
-                )
+            if not reaches_weights():
+                return
             if x._version != version:
                 raise GredpError(f"{unit.name}: its input was overwritten in place before the backward")
-            spent[0] = True
-            self._receive(unit, number, x, grad.detach(), (leaves, spec, places[0]))
+            self._receive(unit, forward, x, grad.detach(), (leaves, spec, places[0]))
 
         out = in_graph(out, reads_output=unit.rule is None)
         self.reduction.mark(out)

@@ -1,9 +1,17 @@
-"""Places in autograd's graph for the outputs of layers whose parameters ask for no gradient."""
+"""Places in autograd's graph for the outputs of layers whose parameters ask for no gradient, and its runs."""
 
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gredp.errors import GredpError
+
+#: the function whose frame holds what is being differentiated; without it nothing of that is seen
+_RUNNING = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 
 
 def in_graph(out: Tensor, reads_output: bool) -> Tensor:
@@ -33,3 +41,38 @@ class _Fresh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def in_backward() -> bool:
+    """A forward in it is that of a checkpoint, run again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def runs() -> Iterator[dict[str, Any]]:
+    """What is being differentiated now, as arguments of autograd; this thread's own if it has one.
+
+    On a GPU hooks run in a thread of the engine: there those of all threads.
+    """
+    here: FrameType = sys._getframe()
+    for frame in (here, *(f for f in sys._current_frames().values() if f is not here)):
+        within: FrameType | None = frame
+        while within is not None and within.f_code is not _RUNNING:
+            within = within.f_back
+        if within is not None:
+            yield within.f_locals
+            if frame is here:
+                return
+
+
+def reaches_weights() -> bool:
+    """Whether the gradients that are being computed are for weights: `torch.autograd.grad` asks for others.
+
+    Rejects graphs of gradients: what is differentiated through them goes past all hooks.
+    """
+    if torch.is_grad_enabled():
+        raise GredpError(
+            "gradients of gradients (create_graph=True, as in a gradient penalty) go past the layers' hooks, "
+            "no clip would see them; leave the penalty out (a critic's weights may be clamped after a step)"
+        )
+    found = [(run["kwargs"].get("accumulate_grad", True), run["args"][3:4]) for run in runs()]
+    return not found or any(into_leaves and not any(inputs) for into_leaves, inputs in found)

@@ -1,7 +1,8 @@
 """Stage 1, backward: what a backward brought, as per-sample gradients, until a step takes it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,9 +17,22 @@ from gredp.mechanisms.plan import Needs
 from gredp.storage.files import one_line
 
 
-class Received:
-    """The gradients of one backward. `take` hands them over, once.
+@dataclass(eq=False)
+class Forward:
+    """One run of the model: the batches that were handed out by then, None if none was, and its inputs."""
 
+    handed_out: int | None = None
+    inputs: list[StorageWeakRef] = field(default_factory=list)
+
+    def shares_a_draw_with(self, other: "Forward") -> bool:
+        """No batch came in between, so that both are on the records of one draw."""
+        return self is other or (self.handed_out is not None and self.handed_out == other.handed_out)
+
+
+class Received:
+    """The gradients of all forwards on one draw. `take` hands them over, once.
+
+    Row i of each forward is that of record i: its gradient is the sum over forwards, clipped once.
     `needs` is what the step will ask of a layer, which decides what to keep until then. `views` is the number
     of inputs that belong to each record, side by side in every batch: a record's gradient is that of its mean
     loss over them, one vector that is clipped once. `grid_axes` has each
@@ -32,40 +46,35 @@ class Received:
         self.views = views
         self._grid_axes = grid_axes
         self._memory: dict[str, Buffer] = {}
-        #: forwards so far
-        self._pass = 0
-        #: where the inputs of those since the last step lie
-        self._places: dict[int, list[StorageWeakRef]] = {}
+        #: the batches that were handed out so far; None before the first
+        self.handed_out: Callable[[], int | None] = lambda: None
+        #: the last one that began
+        self._forward = Forward()
         #: while it is set, forwards are ours and not the user's
         self._paused = False
         self.drop()
 
     def drop(self) -> None:
-        """Forget the last backward."""
+        """Forget what backwards have brought."""
         self._pending: dict[str, PerSampleGradient] = {}
-        self._pending_pass: int | None = None
+        #: that they have come through
+        self.forwards: list[Forward] = []
         self._batch: int | None = None
 
     def take(self) -> PerSampleSpectra | None:
-        """What the last backward brought, valid until the next; None if there was none."""
-        if self._pending_pass is None or self._batch is None:
+        """What backwards have brought, valid until the next; None if there was none."""
+        if self._batch is None:
             return None
         records = self._batch // self.views
         scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
         spectra = PerSampleSpectra(self._pending, records, scale)
         self.drop()
-        self._places.clear()
         return spectra
 
     def take_nothing(self) -> None:
         """The next step is on no records, for models that cannot run on an empty batch."""
         self.drop()
-        self._pending_pass, self._batch = self._pass, 0
-
-    @property
-    def inputs(self) -> list[StorageWeakRef]:
-        """Where the model's inputs of the backward that `take` hands over lie, as far as they were seen."""
-        return self._places.get(self._pending_pass or 0, [])
+        self._batch = 0
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -75,21 +84,17 @@ class Received:
         finally:
             self._paused = False
 
-    def _receive(self, unit: Unit, number: int, x: Tensor, g: Tensor, call: Call) -> None:
-        if self._pending_pass is None:
+    def _receive(self, unit: Unit, forward: Forward, x: Tensor, g: Tensor, call: Call) -> None:
+        if forward not in self.forwards:
+            self._reject_other_draw(forward)
             self.reduction.look(unit.name, g)
-            self._pending_pass = number
-        if number != self._pending_pass:
-            raise GredpError(
-                "a second backward before optimizer.step(): a step covers one draw of records; for batches "
-                "too large for memory use BatchMemoryManager, for several inputs of a record one module"
-            )
+            self.forwards.append(forward)
         if self._batch is None:
             self._batch = g.shape[0]
         if g.shape[0] != self._batch:
             raise GredpError(
-                f"{unit.name} saw {g.shape[0]} records, another layer {self._batch}: "
-                "the first dimension of every layer's input must be the batch"
+                f"{unit.name} saw {g.shape[0]} records, another layer or forward {self._batch}: the first "
+                "dimension must be the batch, and row i of every forward in a step that of record i"
             )
         if g.shape[0] % self.views:
             raise GredpError(
@@ -111,6 +116,20 @@ class Received:
                 continue  # absent (no bias), or frozen by now
             held = self._pending.get(full)
             self._pending[full] = gradient if held is None else add(held, gradient, self._grid_axes[full])
+
+    def _reject_other_draw(self, forward: Forward) -> None:
+        if all(forward.shares_a_draw_with(other) for other in self.forwards[:1]):
+            return
+        if forward.handed_out is None:
+            raise GredpError(
+                "a second forward in a step on batches of your own: nothing tells if both are of one draw; "
+                "use the loader that make_private returned, or call optimizer.zero_grad() in between"
+            )
+        raise GredpError(
+            "gradients of an earlier batch are still there, and a step covers one draw of records: call "
+            "optimizer.step() or zero_grad() before the next batch (a loss that passes through the model, as "
+            "a generator's does, leaves some too); for batches too large for memory use BatchMemoryManager"
+        )
 
     def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> Gradients:
         """By the unit's rule, or the generic one; errors name the layer."""

@@ -16,15 +16,13 @@ Two looks, neither of which takes a loss for wrong that is right:
 
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gredp.errors import GredpError
+from gredp.gradient.graph import runs
 
 #: standard errors
 SURE = 7.0
@@ -36,8 +34,6 @@ EACH = re.compile(
     "ReshapeAlias|Rsub|Select|Sigmoid|Slice|Softmax|Softplus|Sqrt|Squeeze|Sub|Tanh|ToCopy|Transpose|"
     "UnsafeView|Unsqueeze|View"
 )
-#: the function whose frame holds what is being differentiated; without it the first look sees nothing
-_RUNNING = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 
 
 class LossReduction:
@@ -119,13 +115,8 @@ class LossReduction:
 
 
 def _losses() -> Iterator[Tensor]:
-    """What is being differentiated now, in any thread: on a GPU hooks run in one of the engine's own."""
-    for frame in [*sys._current_frames().values()]:
-        within: FrameType | None = frame
-        while within is not None and within.f_code is not _RUNNING:
-            within = within.f_back
-        if within is not None:
-            yield from (t for t in within.f_locals.get("t_outputs", ()) if isinstance(t, Tensor))
+    for run in runs():
+        yield from (t for t in run.get("t_outputs", ()) if isinstance(t, Tensor))
 
 
 def _reduction(node: Any, records: int) -> str | None:

@@ -15,7 +15,7 @@ never used, and has as many records. Where every batch is used, the charges are 
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, strided
@@ -32,7 +32,6 @@ class Draw:
     records: int
     turn: int = 0
     used: bool = False
-    memory: list[StorageWeakRef] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +63,9 @@ class HandedOut:
         self.waiting: Part | None = None
         self.in_parts = False
         self._sizes: set[int] = set()  # of those that were used or skipped
-        self._in_memory: list[Draw] = []
+        #: batches, or parts of them, so far
+        self.count = 0
+        self._in_memory: list[tuple[Part, list[StorageWeakRef]]] = []
 
     def begin(self, in_parts: bool = False) -> int:
         """A new pass; its number. Of an older one, only the last batch may still be on its way."""
@@ -83,12 +84,11 @@ class HandedOut:
             )
         if self.in_parts:
             self.waiting = part
-        draw = part.draw
-        self._in_memory = [d for d in self._in_memory if not all(place.expired() for place in d.memory)]
-        if not self.unused or self.unused[-1] is not draw:
-            self.unused.append(draw)
-            self._in_memory.append(draw)
-        draw.memory = memory_of(batch)
+        self.count += 1
+        alive = [(p, places) for p, places in self._in_memory if not all(at.expired() for at in places)]
+        self._in_memory = [*alive, (part, memory_of(batch))]
+        if not self.unused or self.unused[-1] is not part.draw:
+            self.unused.append(part.draw)
 
     def find(self, records: int, inputs: Iterable[StorageWeakRef] = ()) -> Draw | None:
         """The draw of a step on so many records; None where nothing was handed out."""
@@ -113,13 +113,29 @@ class HandedOut:
                 "the loader, and for several inputs of a record make_private(views=…)"
             )
 
+    def of_one_batch(self, forwards: list[list[StorageWeakRef]]) -> list[StorageWeakRef]:
+        """The inputs of all forwards of a step, which are rejected if they may be of several batches."""
+        inputs = [place for forward in forwards for place in forward]
+        known = self.by_memory(inputs) or self.waiting
+        if len(forwards) > 1 and known is None and len(self.unused or ()) > 1:
+            raise GredpError(
+                "several forwards in a step, and more than one batch that no step was on: take the next one "
+                "after the step, and skip none, so that all forwards are known to be on one draw"
+            )
+        return inputs
+
     def by_memory(self, inputs: Iterable[StorageWeakRef]) -> Draw | None:
         """The draw whose memory the inputs are; None where none, or more than one, has it."""
+        parts = set()
         for place in inputs:
-            found = [d for d in self._in_memory if place in d.memory]
-            if len(found) == 1:
-                return found[0]
-        return None
+            found = {part for part, places in self._in_memory if place in places}
+            parts |= found if len(found) == 1 else set()
+        if len(parts) > 1 or (parts and self.waiting and self.waiting not in parts):
+            raise GredpError(
+                "these inputs are of more than one batch, and a record may be in several: let every forward "
+                "of a step be on the batch that the loader handed out last"
+            )
+        return next((part.draw for part in parts), None)
 
     def use(self, draw: Draw) -> None:
         """It has paid for a step; those before it were skipped."""
