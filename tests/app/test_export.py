@@ -19,6 +19,7 @@ from gredp.app.blueprint import Blueprint
 from gredp.app.data.tables import encode_inputs, encoding, parse_schema
 from gredp.app.export import ExportSettings, run_export
 from gredp.app.exported import Whole, stock, to_onnx, to_pt2
+from gredp.app.features.patches import FILTERS, PatchesBesideScattering
 from gredp.app.features.real_scattering import RealScattering
 from gredp.app.features.scattering import Scattering
 from gredp.app.models.resnet import ResNet18
@@ -44,6 +45,14 @@ MODELS = {
         image=(1, 12, 13),
         features=Scattering().identity(),
     ),
+    "patches": Blueprint(
+        "joint-linear",
+        (2 * FILTERS + 81, 3, 3),
+        ABC,
+        normalized=True,
+        image=(1, 12, 13),
+        features=PatchesBesideScattering().identity(),
+    ),
 }
 
 
@@ -64,8 +73,9 @@ def of_blueprint(blueprint, folder):
     torch.manual_seed(0)
     network = blueprint.build()
     if blueprint.normalized:
-        network[0].mean.copy_(numbers(81) / 2)
-        network[0].scale.copy_(numbers(81) + 0.1)
+        channels = blueprint.input_shape[0]
+        network[0].mean.copy_(numbers(channels) / 2)
+        network[0].scale.copy_(numbers(channels) + 0.1)
     guarantee = quote(method="dpsgd", target_epsilon=2.0, accountant="rdp").to_json()
     told = Blueprint(**(vars(blueprint) | {"guarantee": guarantee}))
     save_file(network.state_dict(), folder / "model.safetensors", told.metadata())

@@ -17,8 +17,8 @@ from torch import nn
 from gredp.app.data.tables import Schema, parse_schema
 from gredp.app.features.backbone import Backbone
 from gredp.app.features.cache import FeatureExtractor
+from gredp.app.features.fronts import FRONTS
 from gredp.app.features.normalize import ChannelNorm
-from gredp.app.features.scattering import Scattering
 from gredp.app.models import build
 from gredp.errors import GredpError
 from gredp.storage.checkpoint import load_weights
@@ -62,8 +62,8 @@ class Blueprint:
         """What computes the features, with its public weights from `folder`."""
         if self.features is None:
             return None
-        if self.features["name"] == "scattering":
-            extractor: FeatureExtractor = Scattering()
+        if self.features["name"] in FRONTS:
+            extractor: FeatureExtractor = FRONTS[self.features["name"]]()
         else:
             extractor = Backbone(str(folder / FEATURES), self.features["size"])
         if extractor.identity() != self.features:

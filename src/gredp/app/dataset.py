@@ -10,7 +10,7 @@ from gredp.app.data import Splits, hold_out, load
 from gredp.app.data.augment import DRAWS, augmented
 from gredp.app.features.backbone import Backbone
 from gredp.app.features.cache import FeatureExtractor, extract_cached
-from gredp.app.features.scattering import Scattering
+from gredp.app.features.fronts import FRONTS
 from gredp.app.known_data import KNOWN
 from gredp.app.settings import FILE, TrainSettings
 from gredp.errors import GredpError
@@ -78,8 +78,8 @@ def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Spl
     extractor: FeatureExtractor | None = None
     if settings.pretrained is not None:
         extractor = Backbone(settings.pretrained)
-    elif settings.features == "scattering":
-        extractor = Scattering()
+    elif settings.features != "none":
+        extractor = FRONTS[settings.features]()
     if given is not None and extractor is not None:
         raise GredpError("features are cached by dataset: data in memory cannot be used with them")
     source = source_of(settings), settings.data_dir, settings.holdout, settings.image_size

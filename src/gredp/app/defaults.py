@@ -15,7 +15,7 @@ import numpy as np
 
 from gredp.app.image_folders import image_splits, is_classed, is_image
 from gredp.app.known_data import KNOWN
-from gredp.app.settings import FOR_FEATURES, TrainSettings
+from gredp.app.settings import FOR_FEATURES, FOR_SOME_FEATURES, TrainSettings
 from gredp.errors import GredpError
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ def _images(path: Path, settings: TrainSettings, named: Collection[str]) -> dict
     size = settings.image_size or scaled_size(sides)
     if is_classed(path) or sides != [size, size]:
         chosen["image_size"] = size
-    other = settings.model not in (None, *FOR_FEATURES, "mirror-linear") or bool(OTHER_NETWORKS & set(named))
+    other = settings.model not in (None, *FOR_FEATURES, *FOR_SOME_FEATURES) or bool(
+        OTHER_NETWORKS & set(named)
+    )
     if other or ("features" in named and settings.features == "none"):
         return chosen
     own = for_images(records, (channels, size, size), settings.epsilon, settings.pretrained is not None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gredp.app.dataset import centered
 from gredp.app.features.backbone import Backbone
+from gredp.app.features.patches import Patches
 from gredp.app.features.real_scattering import RealScattering
 from gredp.app.predictor import Predictor
 from gredp.errors import GredpError
@@ -43,6 +44,8 @@ class Whole(nn.Module):
         self.features: nn.Module | None = None
         if isinstance(extract, Backbone):
             self.features = Frozen(extract)
+        elif isinstance(extract, Patches):
+            self.features = extract.network(*self.shape)
         elif extract is not None:
             self.features = RealScattering(*self.shape)
         self.network = stock(predictor.network)

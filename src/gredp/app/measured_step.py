@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gredp.app.blueprint import Blueprint
 from gredp.app.dataset import centered
-from gredp.app.features.scattering import Scattering
+from gredp.app.features.fronts import FRONTS
 from gredp.engine import PrivacyEngine
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def measure(plan: "Plan") -> dict[str, float]:
     settings = plan.settings
     part = min(settings.batch_size, settings.max_physical_batch_size)
     x, features = made_up(min(part, FEW), plan.shape), 0.0
-    if settings.features == "scattering":
-        extract = Scattering()
+    if settings.features != "none":
+        extract = FRONTS[settings.features]()
         extract(x)  # the first call builds the filters
         begun = time.perf_counter()
         x = extract(x)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gredp.app.defaults import for_images, for_table, scaled_size
-from gredp.app.settings import FOR_FEATURES, Flag, TrainSettings
+from gredp.app.settings import FOR_FEATURES, FOR_SOME_FEATURES, Flag, TrainSettings
 from gredp.budget import Sampling, noise_multiplier, query_multiplier
 from gredp.errors import GredpError, choose
 from gredp.privacy.accountant import AccountantName, check_delta_for, delta_times, epsilon
@@ -183,7 +183,7 @@ def recommend(asked: PlanSettings) -> Plan:
     shape, chosen = _shape(asked.input), dict[str, Any]()
     if len(shape) == 1:
         chosen = {"model": "mlp", "block": 0} | for_table(asked.records)
-    elif asked.model in (None, *FOR_FEATURES, "mirror-linear"):
+    elif asked.model in (None, *FOR_FEATURES, *FOR_SOME_FEATURES):
         shape = (shape[0], *[scaled_size(shape[1:])] * 2)
         chosen = for_images(asked.records, (shape[0], shape[1], shape[2]), asked.epsilon)
     named = {name: getattr(asked, name) for name in ("model", "batch_size", "epochs")}

@@ -30,8 +30,9 @@ small network, 10 epochs"""
 #: the file with the settings in a run folder
 FILE = "settings.json"
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-#: networks for features
+#: networks for any features, and for those of one kind
 FOR_FEATURES = ("linear", "scatter-cnn")
+FOR_SOME_FEATURES = ("mirror-linear", "joint-linear")
 #: settings of one start of a run, not of the run
 OF_ONE_START = ("resume", "fork", "out", "json", "track")
 #: settings that a resumed run may change, since its result does not depend on them
@@ -126,10 +127,11 @@ class ModelOptions:
 
     model: str | None = None
     """mlp, lenet-small, lenet5, lenet5-tanh, model3, resnet20, alexnet, cnn-tanh, wrn16-4; with --pretrained
-    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn or (scattering only) mirror-linear.
-    By default that of the dataset"""
-    features: Literal["none", "scattering"] = "none"
-    """scattering: train on fixed wavelet features of each image, cached in the data folder"""
+    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn, mirror-linear (scattering only) or
+    joint-linear (patches+scattering only). By default that of the dataset"""
+    features: Literal["none", "scattering", "patches", "patches+scattering"] = "none"
+    """train on fixed features of each image, cached in the data folder: of wavelets (scattering), of its
+    likeness to patches of drawn images (patches), or both"""
     normalize: float = 0.0
     """share of the privacy budget for means and energies of the feature channels, released before training;
     0.02 is plenty, 0 leaves the features as they are"""

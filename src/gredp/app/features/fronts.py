@@ -1,0 +1,10 @@
+"""The features that need no file, by the name that `--features` has for them."""
+
+from gredp.app.features.patches import Patches, PatchesBesideScattering
+from gredp.app.features.scattering import Scattering
+
+FRONTS: dict[str, type[Scattering] | type[Patches]] = {
+    "scattering": Scattering,
+    "patches": Patches,
+    "patches+scattering": PatchesBesideScattering,
+}
