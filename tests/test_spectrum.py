@@ -200,6 +200,12 @@ def test_gather_sums_energies_by_group_and_spread_goes_back(block):
     for group in range(view.group_count):
         truth = energy.flatten(1)[:, groups == group].sum(1)
         torch.testing.assert_close(gathered[:, group], truth)
+    values = reals(4, *block.grid)
+    torch.testing.assert_close(
+        view.group_energy(values), view.gather(dft(values, len(block.grid)).abs().square())
+    )
+    tiny = view.group_energy(values.float() * 1e-30)  # whose squares are no numbers in single precision
+    torch.testing.assert_close(tiny.sum(1), values.flatten(1).square().sum(1) * 1e-60, rtol=1e-5, atol=0)
     weights = torch.arange(1.0, view.group_count + 1)
     assert torch.equal(view.spread(weights), weights[groups].view(block.grid)[..., : block.grid[-1] // 2 + 1])
 

@@ -57,7 +57,7 @@ def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
         return view.gather(padded_energy(gradient))
     if view.groups is None:
         return gradient.squared_norm()[:, None]
-    return view.gather(gradient.energy_over(view.axes))
+    return gradient.energy_in(view)
 
 
 def _norms(

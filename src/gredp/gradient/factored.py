@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gredp.gradient.norms import GRAM_ROUNDING, KEPT, as_double_if_long, normalize_rows, parts, squares
 from gredp.gradient.per_sample import Buffer, Dense, PerSampleGradient
-from gredp.spectrum import grid_energy, half_fft, half_ifft, square_modulus, whole_energy
+from gredp.spectrum import BlockView, grid_energy, half_fft, half_ifft, square_modulus, whole_energy
 
 
 class Factored(PerSampleGradient):
@@ -103,6 +103,11 @@ class Outer(Factored):
         if positions * (o + i) < o * i:
             return torch.cat([c._gram_energy() for _, c in self.chunks(positions * (o + 2 * i))])
         return torch.cat([grid_energy(c.dense(), 1) for _, c in self.chunks(o * i)])
+
+    def energy_in(self, view: BlockView) -> Tensor:
+        if self.left.shape[1] == 1 == view.axes:
+            return squares(self.left)[:, None] * view.group_energy(self.right[:, 0])
+        return super().energy_in(view)
 
     def _gram_energy(self) -> Tensor:
         """Σ_ts (l_t·l_s) conj(r̂_t[k]) r̂_s[k] for each k: a Gram matrix and the spectra of the inputs.

@@ -139,10 +139,11 @@ def add_noise(
                 noise = torch.view_as_complex(draw.mul_(parts / weights[..., None]))
                 values[name] = view.real_part(noise).add_(total)
                 continue
-            noise = torch.view_as_complex(draw.mul_(parts))
-            if plan.keep_ratio is not None:
-                noise *= weights  # 1 in the kept band, 0 outside: what is dropped stays zero
-            values[name] = noise.add_(view.spectrum(total) * weights)
+            weights = weights[..., None]
+            # A band has weights 1, and 0 outside of it, where what is dropped stays zero.
+            draw.mul_(parts if plan.keep_ratio is None else parts * weights)
+            draw.addcmul_(torch.view_as_real(view.spectrum(total)), weights)
+            values[name] = torch.view_as_complex(draw)
     shares = bounded.shares
     if plan.shaping is not None:
         if shares is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.norms import squares
-from gredp.spectrum import SMALL, grid_energy
+from gredp.spectrum import SMALL, BlockView, grid_energy
 
 
 class Buffer:
@@ -84,9 +84,10 @@ class PerSampleGradient(ABC):
         """`[b, *grid]`: energy of each coefficient of the unitary spectrum, leading axes summed."""
         return grid_energy(self.dense(), self.grid_axes)
 
-    def energy_over(self, axes: int) -> Tensor:
-        """The same on a grid of `axes` trailing axes, which a parameter shared by unlike layers may need."""
-        return self.grid_energy() if axes == self.grid_axes else grid_energy(self.dense(), axes)
+    def energy_in(self, view: BlockView) -> Tensor:
+        """`[b, group_count]`: the same by groups of the view, whose axes may be others if layers share it."""
+        own = view.axes == self.grid_axes
+        return view.gather(self.grid_energy() if own else grid_energy(self.dense(), view.axes))
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """`[*shape]`: Σ_b factors_b · gradient_b."""
