@@ -208,3 +208,106 @@ def test_char_lstm_classification(tmp_path, recurrent, options):
 def test_what_an_example_imports_and_does_not_use_is_no_obstacle():
     with pytest.raises(GredpError, match="make_private builds the loader"):
         UniformWithReplacementSampler(num_samples=10, sample_rate=0.1)
+
+
+def discriminator() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 4, 2, 1, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(4, 8, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(8, 1, 4, 1, 0, bias=False),
+        nn.Sigmoid(),
+        nn.Flatten(0),
+    )
+
+
+def generator() -> nn.Sequential:
+    return nn.Sequential(
+        nn.ConvTranspose2d(5, 8, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(8, 4, 4, 2, 1, bias=False),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(4, 1, 4, 2, 1, bias=False),
+        nn.Tanh(),
+    )
+
+
+def test_dcgan(tmp_path):
+    """The discriminator alone is private: the generator sees the records through it."""
+    judge, maker = ModuleValidator.fix(discriminator()), ModuleValidator.fix(generator())
+    draws = torch.Generator().manual_seed(0)  # none of them is empty
+    loader = DataLoader(images(24, 1, 16), batch_size=6, shuffle=True, generator=draws)
+    criterion = nn.BCELoss()
+    of_judge = torch.optim.Adam(judge.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    engine = PrivacyEngine(accountant="rdp", secure_mode=False)
+    judge, of_judge, loader = engine.make_private(
+        module=judge, optimizer=of_judge, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    of_maker = torch.optim.Adam(maker.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    before = [p.clone() for p in (*judge.parameters(), *maker.parameters())]
+    steps = 0
+    for real, _ in loader:
+        of_judge.zero_grad(set_to_none=True)
+        size = len(real)
+        fake = maker(torch.randn(size, 5, 1, 1))
+        on_fake = criterion(judge(fake.detach()), torch.full((size,), 0.0))
+        on_real = criterion(judge(real), torch.full((size,), 1.0))
+        (on_real + on_fake).backward()
+        of_judge.step()
+        of_judge.zero_grad(set_to_none=True)
+        of_maker.zero_grad()
+        criterion(judge(fake), torch.full((size,), 1.0)).backward()
+        of_maker.step()
+        steps += 1
+        assert engine.get_epsilon(DELTA) > 0
+    torch.save(maker.state_dict(), tmp_path / "maker.pt")
+    assert len(engine.accountant) == steps == 4
+    assert all((a != b).any() for a, b in zip(before, (*judge.parameters(), *maker.parameters())))
+
+
+class WordsNet(nn.Module):
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.pool = nn.Embedding(words, 8), nn.AdaptiveAvgPool1d(1)
+        self.hidden, self.out = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.pool(self.words(x).transpose(1, 2)).squeeze(2)
+        return self.out(F.relu(self.hidden(x)))
+
+
+def padded_rows(batch):
+    x = pad_sequence([row["input_ids"] for row in batch], batch_first=True, padding_value=0)
+    return x, torch.stack([row["label"] for row in batch]).long()
+
+
+@pytest.mark.parametrize("poisson", [True])
+def test_imdb(tmp_path, poisson):
+    rows = [{"input_ids": 1 + torch.arange(2 + i % 5), "label": torch.tensor(i % 2)} for i in range(30)]
+    loader = DataLoader(rows, batch_size=6, collate_fn=padded_rows, shuffle=True)
+    model = WordsNet(10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    engine = PrivacyEngine(accountant="rdp", secure_mode=False)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=0.56,
+        max_grad_norm=1.0,
+        poisson_sampling=poisson,
+    )
+    for _ in range(2):
+        model = model.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            predictions = model(x).squeeze(1)
+            loss = nn.CrossEntropyLoss()(predictions, y)
+            loss.backward()
+            optimizer.step()
+        assert 0 < engine.get_epsilon(DELTA) < math.inf
+        right(model, DataLoader(rows, batch_size=10, collate_fn=padded_rows))
+    assert len(engine.accountant) == 10
+    torch.save(model._module.state_dict(), tmp_path / "model.pt")

@@ -183,9 +183,10 @@ def test_groups_are_those_of_opacus_where_they_leave_something():
 
 
 def test_every_module_of_opacus_is_found_under_our_name():
-    from gredp import opacus_modules
     from gredp.accountants import RDPAccountant, create_accountant
     from gredp.accountants.utils import get_noise_multiplier
+
+    from gredp import opacus_modules
 
     assert get_noise_multiplier is gredp.get_noise_multiplier
     for path, names in opacus_modules.OFFERED.items():

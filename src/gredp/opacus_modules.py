@@ -20,6 +20,8 @@ _PRIVATE = "make_private returns the only optimizer that charges the ledger"
 _SHARDED = "sharded models are not offered: under torchrun several processes train whole ones as one"
 _GHOST = "no loss is wrapped: norms come from factors in every mode, in one backward"
 _FIXER = "gredp.fix has a fixed list of replacements: exchange a layer of your own before make_private"
+_INNER = "a part of how Opacus computes, which nothing here needs"
+_FORMULA = "use RDPAccountant, get_noise_multiplier or gredp.privacy.accountant.epsilon"
 
 #: path below gredp → name → the module that has it, by the same name or by "module:name"
 OFFERED: dict[str, dict[str, str]] = {
@@ -35,7 +37,6 @@ OFFERED: dict[str, dict[str, str]] = {
     "optimizers": {"DPOptimizer": "gredp.optimizer:PrivateOptimizer"},
     "utils.batch_memory_manager": {"BatchMemoryManager": "gredp.sampling"},
     "validators": {"ModuleValidator": "gredp.validation"},
-    "validators.module_validator": {"ModuleValidator": "gredp.validation"},
     "validators.errors": {
         "UnsupportedError": "gredp.validation:UnsupportedModuleError",
         "UnsupportedModuleError": "gredp.validation",
@@ -51,13 +52,14 @@ def _all(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-#: path below gredp ("" is gredp itself) → name → why it is not there
+#: path below gredp ("" is gredp itself) → name, or * for all others → why it is not there
 NOT_OFFERED: dict[str, dict[str, str]] = {
     "": _all("GradSampleModule GradSampleModuleFastGradientClipping", _WRAPPER),
     "accountants": {
         "GaussianAccountant": "its ε is a limit that may lie below the true one: use RDPAccountant",
         "register_accountant": "every accountant here is proven: docs/theory.md says how",
     },
+    "accountants.analysis": {"*": _FORMULA},
     "data_loader": _all(
         "CollateFnWithEmpty DPDataLoader dtype_safe shape_safe switch_generator wrap_collate_with_empty",
         _SAMPLER,
@@ -82,6 +84,9 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "ft_compute_per_sample_gradient make_functional prepare_layer",
         "gradients of your own have no certificate: torch.func has these functions",
     ),
+    "distributed": {"average_gradients": "gradients of all processes are summed before the noise"},
+    "layers": {"RenameParamsMixin": _INNER, "SequenceBias": _INNER},
+    "layers.dp_rnn": {"*": _INNER},
     "lightning": {"DPLightningDataModule": "use gredp.adapters.PrivacyCallback with any data module"},
     "optimizers": _all(
         "AdaClipDPOptimizer DistributedDPOptimizer DPOptimizerFastGradientClipping DPPerLayerOptimizer "
@@ -99,6 +104,10 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
         "DPTensorFastGradientClipping DPLossFastGradientClipping", _GHOST
     ),
     "utils.fsdp_utils": _all("FSDP2Wrapper has_params iterate_submodules", _SHARDED),
+    "utils.module_utils": {"*": _INNER},
+    "utils.packed_sequences": {"*": _INNER},
+    "utils.per_sample_gradients_utils": {"*": "gredp.register_rule says how a rule of your own is checked"},
+    "utils.tensor_utils": {"*": _INNER},
     "utils.uniform_sampler": _all(
         "UniformWithReplacementSampler DistributedUniformWithReplacementSampler", _SAMPLER
     ),
@@ -106,19 +115,34 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
 }
 
 
+#: modules that have what the package above them has
+BELOW = _all(
+    "accountants.accountant accountants.gdp accountants.prv accountants.rdp accountants.registry "
+    "accountants.analysis.gdp accountants.analysis.prv accountants.analysis.rdp "
+    "grad_sample.grad_sample_module grad_sample.grad_sample_module_fast_gradient_clipping "
+    "grad_sample.gsm_base grad_sample.gsm_exp_weights grad_sample.gsm_no_op grad_sample.utils "
+    "optimizers.adaclipoptimizer optimizers.optimizer optimizers.optimizer_fast_gradient_clipping "
+    "optimizers.ddpoptimizer optimizers.perlayeroptimizer utils.adaptive_clipping.adaptive_clipping_utils "
+    "validators.module_validator validators.utils",
+    "the same",
+)
+
+
 def modules() -> set[str]:
     """All of these paths, and those above them, below gredp."""
-    paths = [path.split(".") for path in (*OFFERED, *NOT_OFFERED) if path]
+    paths = [path.split(".") for path in (*OFFERED, *NOT_OFFERED, *BELOW) if path]
     return {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
 
 
 def find(path: str, name: str) -> Any:
     """`name` of the module `path`: an object of gredp, or a class that says why there is none."""
-    home = OFFERED.get(path, {}).get(name)
+    above = path.rpartition(".")[0] if path in BELOW else path
+    home = OFFERED.get(above, {}).get(name)
     if home is not None:
         module, _, other = home.partition(":")
         return getattr(import_module(module), other or name)
-    why = NOT_OFFERED.get(path, {}).get(name)
+    reasons = NOT_OFFERED.get(above, {})
+    why = reasons.get(name) or (None if name.startswith("_") else reasons.get("*"))
     if why is None:
         raise AttributeError(f"module {f'gredp.{path}'.rstrip('.')!r} has no attribute {name!r}")
     return _not_offered(name, why)

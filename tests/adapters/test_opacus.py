@@ -1,7 +1,14 @@
 """Opacus' own machinery over our layers: its per-sample gradients are ours, and both are the oracle's."""
 
+import inspect
 import math
+import pkgutil
+import re
+from importlib import import_module
+from pathlib import Path
 
+import opacus
+import opacus.utils.batch_memory_manager
 import pytest
 import torch
 from opacus import GradSampleModule
@@ -10,7 +17,7 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from torch import Tensor, nn
 
 import oracles
-from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d
+from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d, opacus_modules
 from gredp.adapters import register_with_opacus
 from gredp.adapters.opacus import gradients
 from gredp.gradient.capture import Capture
@@ -90,3 +97,63 @@ def test_our_rules_are_the_ones_that_run():
     found = gradients(layer, [torch.ones(2, 8)], torch.ones(2, 8))
     assert list(found) == [layer.weight]
     assert found[layer.weight].abs().sum() == pytest.approx(2 * math.prod(layer.weight.shape) * 4)
+
+
+def public_names():
+    """Module path and name of all that Opacus offers: `__all__`, or else what a module defines."""
+    listed = "opacus.accountants.utils", "opacus.validators.errors"
+    for info in pkgutil.walk_packages(opacus.__path__, "opacus."):
+        above = info.name.rpartition(".")[0]
+        inner = above != "opacus" and hasattr(import_module(above), "__all__")
+        if "tests" in info.name or (inner and info.name not in listed):
+            continue
+        module = import_module(info.name)
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == info.name]
+        for name in getattr(module, "__all__", own):
+            if not name.startswith("_"):
+                yield info.name.partition(".")[2], name
+
+
+def test_every_name_of_opacus_is_there_or_says_why():
+    unknown = []
+    for path, name in public_names():
+        try:
+            opacus_modules.find(path, name)
+        except AttributeError:
+            if not hasattr(import_module(f"gredp.{path}"), name):
+                unknown.append((path, name))
+    assert not unknown
+
+
+def test_every_argument_and_method_of_opacus_is_in_the_migration_page():
+    codes = re.findall(r"`([^`\n]+)`", PAGE.read_text(encoding="utf-8"))
+    quoted = set(re.findall(r"\w+", " ".join(codes)))
+    missing = set()
+    for thing in CALLED:
+        methods = [thing]
+        if inspect.isclass(thing):
+            bases = [base for base in thing.__mro__ if base.__module__ != thing.__module__]
+            stock = {name for base in bases for name in vars(base)}
+            own = {n: v for n, v in vars(thing).items() if not n.startswith("_") and n not in stock}
+            missing |= set(own) - quoted
+            methods += [v for v in own.values() if callable(v) or isinstance(v, classmethod | staticmethod)]
+        for method in methods:
+            names = set(inspect.signature(getattr(method, "__func__", method)).parameters)
+            missing |= names - quoted - {"self", "cls", "args", "kwargs"} - UNNAMED
+    assert not missing
+
+
+#: arguments that users do not give by name
+UNNAMED = {"fn", "do_skip", "closure", "destination", "state_dict", "m"}
+PAGE = Path(__file__).parents[2] / "docs" / "opacus.md"
+CALLED = [
+    opacus.PrivacyEngine,
+    opacus.optimizers.DPOptimizer,
+    opacus.accountants.RDPAccountant,
+    opacus.accountants.PRVAccountant,
+    opacus.accountants.utils.get_noise_multiplier,
+    opacus.data_loader.DPDataLoader,
+    opacus.utils.batch_memory_manager.BatchMemoryManager,
+    opacus.validators.ModuleValidator,
+    *(getattr(opacus.schedulers, name) for name in opacus.schedulers.__all__ if not name.startswith("_")),
+]
