@@ -4,6 +4,8 @@ import copy
 import io
 import math
 import warnings
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,6 +252,44 @@ def test_copies_of_the_model_are_independent():
     assert torch.equal(twin(x).detach(), before)
     assert not torch.equal(model(x).detach(), before)
     assert engine.ledger.steps == 1
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_private_model_is_a_plain_model(how):
+    x, y = records(8)
+    model, _, _, engine = make_private(small_model(), (x, y))
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        torch.save(model, file := io.BytesIO())
+        assert b"gredp.gradient" not in file.getvalue()  # whoever loads it need not have what trained it
+        twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    F.cross_entropy(twin(x), y).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    twin.load_state_dict(model.state_dict())
+    assert make_private(twin, (x, y))[3] is not engine  # and may be made private in turn
+
+
+@pytest.mark.parametrize("when", ["before", "after", "a part"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_has_the_gradients_of_the_same_model(when):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        x, y = torch.randn(6, 3), torch.arange(6) % 2
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        compile_ = partial(torch.compile, backend="aot_eager") if compiled else lambda model: model
+        model = compile_(model) if when == "before" else model
+        if when == "a part":
+            model[2] = compile_(model[2])
+        F.cross_entropy(model(x), y).backward()  # compiled without hooks
+        model.zero_grad()
+        model, optimizer, _, _ = make_private(model, (x, y), clip=0.1, lr=1.0)
+        run = compile_(model) if when == "after" else model
+        for _ in range(2):
+            one_step(run, optimizer, x, y)
+        found.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_detach_gives_the_model_back():

@@ -159,19 +159,6 @@ def test_what_cannot_be_certified_is_named_with_what_can(model, option, why):
         private(PrivacyEngine(), model=model(), **option)
 
 
-def test_a_compiled_model_is_rejected_with_what_to_give():
-    engine = PrivacyEngine()
-    model = torch.compile(nn.Linear(4, 2))
-    with pytest.raises(GredpError, match="_orig_mod"):
-        engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(torch.zeros(4, 4)), batch_size=2),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
-
-
 def test_groups_are_those_of_opacus_where_they_leave_something():
     """Opacus' GroupNorm(32, 32) of a `[batch, 32]` input is its bias, whatever the input."""
     model = nn.Sequential(nn.BatchNorm2d(64), nn.BatchNorm2d(20), nn.BatchNorm3d(48), nn.BatchNorm1d(32))

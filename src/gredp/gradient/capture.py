@@ -6,7 +6,8 @@ outside its layer, where no clip would see it. That is rejected.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class Capture(Received):
         self._attach()
 
     def _attach(self) -> None:
-        handles, hook = self._handles, _as_function
-        handles += self.state.attach()
+        handles, hook = self._handles, _Hook
+        handles += self.state.attach(hook)
         handles.append(self.module.register_forward_pre_hook(hook(self._begin_pass), with_kwargs=True))
         handles.append(self.module.register_forward_hook(hook(self._end_pass)))
         for part in self._on_zeros.parts:
@@ -55,7 +56,7 @@ class Capture(Received):
             handles.append(unit.layer.register_forward_hook(hook(self._after), **first))
         for layer in self.module.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                handles.append(layer.register_forward_pre_hook(_keep_in_eval_mode))
+                handles.append(layer.register_forward_pre_hook(hook(_keep_in_eval_mode)))
         for name, parameter in self.module.named_parameters():
             if name in self.state.trained:
                 handles.append(parameter.register_hook(_reject_raw_gradient(name)))
@@ -183,9 +184,15 @@ class Capture(Received):
         return out
 
 
-def _as_function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A deep copy of the model would copy a bound method's object with it; a function stays as it is."""
-    return lambda *call: method(*call)
+class _Hook(partial[Any]):
+    """A method of ours on a part of the model. In a copy of the model, or a pickle, it does nothing."""
+
+    def __new__(cls, call: Callable[..., Any]) -> "_Hook":
+        # as it is: torch.compile compiles what lies between two of them
+        return super().__new__(cls, torch.compiler.disable(call))
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # of the standard library: takes anything, returns None
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -33,10 +33,10 @@ class UntrainedState:
         """As it is now, it follows no private record."""
         self._kept = {name: _fingerprint(tensor) for name, tensor in (*self._buffers(), *self._frozen())}
 
-    def attach(self) -> list[Any]:
+    def attach(self, hook: Callable[..., Any]) -> list[Any]:
         """Remember whatever is loaded, into the model or into a part of it."""
         return [
-            part.register_load_state_dict_post_hook(self._loaded(part, f"{name}." if name else ""))
+            part.register_load_state_dict_post_hook(hook(self._loaded(part, f"{name}." if name else "")))
             for name, part in self.module.named_modules()
         ]
 
