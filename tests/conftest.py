@@ -1,4 +1,5 @@
 import os
+import shutil
 from collections.abc import Iterator
 
 # For the processes that tests start, and before torch reads it: two threads against a busy core are slower.
@@ -9,6 +10,10 @@ import torch
 import torch.distributed as dist
 
 from gredp.app import cli
+
+# Every step of a run is synced to the disk; a folder in memory, where there is room, does not wait for it.
+if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**31:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 
 @pytest.fixture(autouse=True)

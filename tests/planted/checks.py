@@ -382,7 +382,7 @@ def _large_delta(x: Tensor) -> None:
 def _past_the_target(x: Tensor) -> None:
     """Two steps for each batch of an adapter's run, the second one without a new draw."""
     model = nn.Linear(6, 3)
-    budget = Budget(1e-5, CLIP, target_epsilon=2.0)
+    budget = Budget(1e-5, CLIP, target_epsilon=2.0, engine=PrivacyEngine(accountant="rdp"))
     loader = budget.poisson(DataLoader(TensorDataset(x), batch_size=1))
     optimizer = budget.spend(model, torch.optim.SGD(model.parameters(), lr=1.0), loader, 8)
     with warnings.catch_warnings():
