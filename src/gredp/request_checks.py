@@ -64,6 +64,16 @@ def check_criterion(criterion: Any, loss_reduction: str) -> None:
 def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     if any(hasattr(part, "_orig_mod") for part in module.modules()):
         torch.compiler.reset()  # what was compiled before knows nothing of the hooks to come
+    scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
+    if any(parameter.requires_grad for part in scripted for parameter in part.parameters()):
+        raise GredpError(
+            "torch.jit hides the layers of the model: make it private first, script it at the end"
+        )
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        raise GredpError(
+            "the parameters are sharded (DTensor): give the whole model to each process of torchrun, "
+            "which then train it as one"
+        )
     if errors := validate(module):
         raise errors[0]
     if isinstance(module, nn.parallel.DistributedDataParallel):
