@@ -46,6 +46,8 @@ def values() -> dict[str, Any]:
         "tables": [_table(row) for row in tables["rows"]],
         "own_images": load("own_images"),
         "own_image_rows": [_images(row) for row in load("own_images")["rows"]],
+        "lstm": load("lstm"),
+        "lstm_rows": _recurrent(load("lstm")),
         "sklearn": load("sklearn"),
         "sklearn_rows": _sklearn(load("sklearn")),
         "bands": bands,
@@ -112,6 +114,21 @@ def _images(row: dict[str, Any]) -> tuple[str, ...]:
     counts = f"{row['records']} / {row['test_records']}"
     accuracy = f"{100 * row['test_accuracy']:.1f}"
     return (row["data"], private, counts, accuracy, f"{row['seconds']:.0f}", str(row["peak_megabytes"]))
+
+
+def _recurrent(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Plain and private training: steps, the largest ε, the mean accuracy and its range over the seeds."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in record["rows"]:
+        found.setdefault(row["training"], []).append(row)
+    shown = []
+    for training, rows in found.items():
+        accuracies = [100 * row["test_accuracy"] for row in rows]
+        spent = [row["proven_epsilon"] for row in rows if row["proven_epsilon"] is not None]
+        accuracy = f"{statistics.mean(accuracies):.2f} ({min(accuracies):.2f}–{max(accuracies):.2f})"
+        epsilon = f"{round_up(max(spent), 3)}" if spent else "–"
+        shown.append((training, str(rows[0]["steps"]), epsilon, accuracy))
+    return shown
 
 
 def _sklearn(record: dict[str, Any]) -> list[tuple[str, ...]]:
