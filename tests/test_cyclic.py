@@ -439,8 +439,8 @@ def test_one_record_moves_all_releases_together_by_no_more_than_its_turns(mechan
                 correlation_bands=BANDS,
                 **MECHANISMS[mechanism],
             )
-            if optimizer.private_step.learned_shape is not None:
-                optimizer.private_step.learned_shape.learn = lambda *_: None
+            if optimizer.private_step.learned is not None:
+                optimizer.private_step.learned.learn = lambda *_: None
             rows = []
             while len(rows) < steps:
                 for (a,) in loader:

@@ -68,7 +68,9 @@ def trained(steps: int = 4, rate: float = 0.3, physical: int = 3, z: float = 0.0
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("mechanism", ["dpsgd", "gredp padded", "gredp shaped", "spectral-dp"])
+@pytest.mark.parametrize(
+    "mechanism", ["dpsgd", "dpsgd adaptive per layer", "gredp padded", "gredp shaped", "spectral-dp"]
+)
 def test_without_noise_many_processes_release_what_one_does(world, mechanism):
     alone = trained(**MECHANISMS[mechanism])
     found = in_world(world, lambda: trained(**MECHANISMS[mechanism]))
@@ -105,8 +107,8 @@ def drawn_noise(draws: int = V_DRAWS, **options) -> torch.Tensor:
     model, optimizer, _, _ = make_private(
         model, (x, torch.zeros(2)), noise_multiplier=Z, clip=C, seed=None, **options
     )
-    if optimizer.private_step.learned_shape is not None:
-        optimizer.private_step.learned_shape.learn = lambda *_: None
+    if optimizer.private_step.learned is not None:
+        optimizer.private_step.learned.learn = lambda *_: None
     steps = -(-draws // model[0].weight.numel())
     return torch.stack([no_gradient_step(model, optimizer, x)["0.weight"].flatten() for _ in range(steps)])
 

@@ -20,6 +20,7 @@ sys.path += [
 ]
 
 import children
+import test_adaptive
 import test_banded
 import test_batch_dimension
 import test_budget
@@ -31,6 +32,7 @@ import test_loss_distribution
 import test_mechanism_laws as laws
 import test_normalize
 import test_person_option
+import test_plans
 import test_ranks
 import test_reduction
 import test_rounding
@@ -48,6 +50,8 @@ import test_persons
 import test_randomness
 import test_sampling
 import test_validation
+from gredp.mechanisms.dpsgd import DPSGD
+from gredp.mechanisms.plan import Quantile
 from planted import bugs
 
 
@@ -286,6 +290,13 @@ MUTANTS = [
         bugs.norms_without_their_allowance,
         test_rounding.test_what_a_record_adds_is_never_longer_than_the_clip_norm,
         ("many channels", "dpsgd"),
+    ),
+    Mutant(bugs.noise_of_the_first_norm, test_adaptive.test_noise_follows_the_norm_and_counts_are_noised),
+    Mutant(bugs.counts_without_noise, test_adaptive.test_noise_follows_the_norm_and_counts_are_noised),
+    Mutant(
+        bugs.counts_left_out_of_the_certificate,
+        test_plans.test_adaptive_certificate_holds_for_any_norms,
+        (DPSGD("adaptive", quantile=Quantile()), test_plans.WHOLE, 1.0, 1),
     ),
     Mutant(bugs.weights_learned_before_the_release, test_engine.test_shaped_noise_learns_from_releases_only),
     Mutant(

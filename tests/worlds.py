@@ -22,6 +22,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "dpsgd per layer": {"method": "dpsgd", "clipping": "per_layer"},
     "dpsgd layer-wise": {"method": "dpsgd", "clipping": "layer_wise"},
     "dpsgd automatic": {"method": "dpsgd", "clipping": "automatic"},
+    "dpsgd adaptive per layer": {"method": "dpsgd", "clipping": "adaptive_per_layer"},
     "spectral-dp": {"method": "spectral_dp"},
     "spectral-dp padded": {"method": "spectral_dp", "grid": "padded"},
     "gredp": {"method": "gredp"},

@@ -115,7 +115,7 @@ class PrivacyEngine(OpacusNames):
         | `batch_first` | `True` | records are the first dimension; False is rejected |
         | `loss_reduction` | `"mean"` | how the loss joins the records of a batch: "mean" or "sum" |
         | `poisson_sampling` | `True` | each record joins each batch independently; False is rejected |
-        | `clipping` | `None` | which gradients share a norm: "flat" (all), "automatic", "per_layer", … |
+        | `clipping` | `None` | "flat" (the default), "automatic", "per_layer", "adaptive", and others |
         | `noise_generator` | `None` | for tests: ε does not hold against anyone who knows its seed |
         | `grad_sample_mode` | `"hooks"` | Opacus' modes mean the same here; "ghost" returns `criterion` too |
         | `method` | `"dpsgd"` | "plain", "dpsgd", "spectral_dp" or "gredp" |

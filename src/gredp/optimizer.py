@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gredp.distributed import rejected_by_all, world_size
 from gredp.errors import GredpError
+from gredp.gradient.adaptive import AdaptedNorms
 from gredp.gradient.capture import Capture
 from gredp.gradient.received import Forward
 from gredp.gradient.rules import exact
@@ -115,7 +116,7 @@ class PrivateOptimizer(Optimizer):
 
     def _adopt(self, plan: StepPlan, sigma: float, max_grad_norm: float | list[float]) -> None:
         """From the next sum on, this is the plan of every step; where the noise is scheduled, at factor 1."""
-        self.certificate, self.sigma, self._max_grad_norm = plan.certificate(), sigma, max_grad_norm
+        self.certificate, self.sigma, self.planned_norm = plan.certificate(), sigma, max_grad_norm
         self.claimed_multiplier = sigma if self.planner.mechanism.claimed_by_paper else None
         #: the plans of all steps and their certificates
         self._stages = stages_of(plan, self.schedule, self.claimed_multiplier)
@@ -133,25 +134,23 @@ class PrivateOptimizer(Optimizer):
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
         if value != self.noise_multiplier:
-            self._change("noise_multiplier", value, self._max_grad_norm)
+            self._change("noise_multiplier", value, self.planned_norm)
 
     @property
     def max_grad_norm(self) -> float | list[float]:
-        """One for all, or one for each layer or parameter."""
-        return self._max_grad_norm
+        """One for all, or one for each layer or parameter; with adaptive clipping that of the next step."""
+        learned = self.private_step.learned
+        if not isinstance(learned, AdaptedNorms):
+            return self.planned_norm
+        return learned.norms[0] if len(learned.norms) == 1 else learned.norms
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | list[float]) -> None:
-        if value != self._max_grad_norm:
+        if value != self.planned_norm:
             self._change("max_grad_norm", self.noise_multiplier, value)
 
     def _change(self, what: str, noise_multiplier: float, max_grad_norm: Any) -> None:
-        if not self.planner.mechanism.private:
-            raise GredpError(f"{what} means nothing in plain training, which neither clips nor adds noise")
-        if self.split is not None:
-            raise GredpError(f"{what} cannot change with correlation bands: later steps take noise back")
-        if what == "noise_multiplier" and not self.schedule.constant:
-            raise GredpError("a noise_schedule sets the noise of this run: set noise_multiplier without one")
+        self.planner.reject_change(what, self.schedule, self.split is not None)
         adopted = self.planner.plan(max_grad_norm, noise_multiplier)
         if self.target_epsilon is not None and noise_multiplier < self.noise_multiplier:
             warnings.warn(

@@ -1,6 +1,6 @@
 """Schedulers of noise and clipping norm under the names of Opacus: `step()` at the end of each epoch.
 
-They set `optimizer.noise_multiplier` or `optimizer.max_grad_norm`: each change is a plan of its own, certified
+They set `noise_multiplier` or `max_grad_norm` of the optimizer: each change is a plan of its own, certified
 and charged from the next step on. Factors must be public, known from the number of the epoch.
 """
 

@@ -51,7 +51,7 @@ def test_weights_of_a_shape_are_computed_and_not_believed(tmp_path):
     craft(run, {"shape/squared": believed, "shape/precondition": torch.ones(groups, dtype=torch.float64)})
     model, private, engine = world(**SHAPED)
     engine.load(run)
-    assert (private.private_step.learned_shape._squared > 0).all()
+    assert (private.private_step.learned._squared > 0).all()
     x, y = batches(1)[0]
     (1e4 * F.cross_entropy(model(x[:1]), y[:1])).backward()
     private.step()

@@ -317,8 +317,8 @@ def test_shaped_clipping_bounds_the_weighted_spectrum_and_gives_the_weights_back
     )
     step = optimizer.private_step
     generator = torch.Generator().manual_seed(4)
-    squared = torch.rand(len(step.learned_shape.sizes), generator=generator, dtype=torch.float64)
-    step.learned_shape._squared = 0.1 + 9 * squared
+    squared = torch.rand(len(step.learned.sizes), generator=generator, dtype=torch.float64)
+    step.learned._squared = 0.1 + 9 * squared
     truth, unweighted = (
         clipped_sum(gradients, flat(gradients, norm), automatic=clipping == "automatic", **options)
         for options in ({"measure": weighted(step, model)}, {})
@@ -535,7 +535,7 @@ def test_a_record_that_is_not_finite_contributes_nothing(settings, poison, where
     assert_sums_equal({n: p.grad * BATCH for n, p in model.named_parameters()}, truth, 1e-5)
     assert all(p.isfinite().all() for p in model.parameters())
     assert optimizer.ledger.steps == 1  # charged like any other step
-    if optimizer.private_step.learned_shape is not None:
+    if optimizer.private_step.learned is not None:
         assert all(w.isfinite().all() for w in optimizer.private_step.squared_weights.values())
 
 

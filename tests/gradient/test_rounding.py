@@ -52,8 +52,8 @@ def test_what_a_record_adds_is_never_longer_than_the_clip_norm(layer, method):
     x = torch.randint(7, (records, *shape)) if layer == "embedding" else torch.randn(records, *shape) * size
     model, optimizer, _, _ = make_private(build(), (x, x), clip=CLIP, loss_reduction="sum", **METHODS[method])
     step, out = optimizer.private_step, model(x)
-    if step.learned_shape is not None:
-        step.learned_shape._squared = 0.1 + 3 * torch.rand_like(step.learned_shape._squared)
+    if step.learned is not None:
+        step.learned._squared = 0.1 + 3 * torch.rand_like(step.learned._squared)
     (100 * out * torch.randn_like(out)).sum().backward()
     with torch.no_grad():
         clipped = clip(optimizer.capture.take(), step.plan, step.block_views, step.squared_weights)

@@ -51,7 +51,7 @@ def test_shaping_saves_noise_on_real_gradients_of_model3():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     learned = torch.cat(list(step.squared_weights.values()))
-    saved = relative_noise_energy(step.learned_shape.sizes, learned, true_energies(model, optimizer, x, y))
+    saved = relative_noise_energy(step.learned.sizes, learned, true_energies(model, optimizer, x, y))
     assert saved <= 0.6
     # The same from noise that is really drawn: its energy, at weights that keep the mean record's norm.
     drawn = sum(
@@ -183,10 +183,10 @@ def test_a_preconditioned_step_equals_dense_transforms(groups):
     shaped = {"method": "gredp", "noise": "shaped", "groups": groups, "preconditioner": 0.5}
     model, optimizer, _, _ = make_private(model, (x.double(), y), clip=0.05, **shaped)
     step, generator = optimizer.private_step, torch.Generator().manual_seed(2)
-    count = len(step.learned_shape._squared)
-    step.learned_shape._squared = torch.rand(count, generator=generator).double() * 3 + 0.1
-    step.learned_shape._precondition = torch.rand(count, generator=generator).double() * 3 + 0.1
-    w2, p = step.squared_weights, step.learned_shape.preconditioner
+    count = len(step.learned._squared)
+    step.learned._squared = torch.rand(count, generator=generator).double() * 3 + 0.1
+    step.learned._precondition = torch.rand(count, generator=generator).double() * 3 + 0.1
+    w2, p = step.squared_weights, step.learned.preconditioner
     whole = {
         n: tuple(
             t[n][torch.zeros(math.prod(v.block.grid)).long() if v.groups is None else v.groups]
@@ -231,6 +231,6 @@ def test_shares_of_a_record_have_norm_one_at_most():
     )
     for row in rows:
         kept = torch.isfinite(row).all()[None]
-        one = energy_shares(ClippedSpectra({}, {}, {"w": row[None]}, kept), views)
+        one = energy_shares(ClippedSpectra({}, {}, {"w": row[None]}, kept, kept[:, None]), views)
         assert float(one.norm()) <= 1 + 1e-6
         assert torch.isfinite(one).all()

@@ -18,10 +18,10 @@ NAMES = [name for name in MECHANISMS if "padded" not in name]
 def test_noise_by_frequency_is_what_a_step_releases(name):
     """Against many draws without a gradient, transformed and averaged group by group."""
     model, optimizer, _, _ = make_private(small_model(), records(6), noise_multiplier=0.8, **MECHANISMS[name])
-    if optimizer.private_step.learned_shape is not None:
+    if optimizer.private_step.learned is not None:
         one_step(model, optimizer, *records(6))  # something to learn a shape from
     rows, draws, total = {}, 80, {}
-    learned = optimizer.private_step.learned_shape
+    learned = optimizer.private_step.learned
     if learned is not None:
         learned.learn = lambda *_: None  # the shape stands still while it is measured
     for row in noise_spectrum(optimizer.private_step):

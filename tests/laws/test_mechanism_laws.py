@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gredp import BlockCirculantLinear, SpectralConv2d
+from gredp.gradient.adaptive import AdaptedNorms
 from gredp.gradient.noise import GeneratorSource, SecretSource
 from gredp.randomness import Secret
 from oracles import dft
@@ -24,7 +25,7 @@ def noise_draws(layer: nn.Module, x: torch.Tensor, draws: int, **options) -> tor
     model, optimizer, _, _ = make_private(
         model, (x, torch.zeros(len(x))), noise_multiplier=Z, clip=C, **options
     )
-    if optimizer.private_step.learned_shape is not None:
+    if optimizer.private_step.learned is not None:
         fix_weights(optimizer)
     return draw_noise(model, optimizer, x, draws)
 
@@ -42,9 +43,11 @@ def whole_weights(view, weights: torch.Tensor) -> torch.Tensor:
 
 def fix_weights(optimizer, weights: torch.Tensor | None = None) -> None:
     """Hold the learned shape still, white unless given, so that many draws share one covariance."""
-    shape = optimizer.private_step.learned_shape
+    shape = optimizer.private_step.learned
     shape.learn = lambda *_: None
-    if weights is not None:
+    if weights is not None and isinstance(shape, AdaptedNorms):
+        shape.log_ratio = -weights.log() / 2
+    elif weights is not None:
         shape._squared = weights
 
 
@@ -84,9 +87,7 @@ def test_shaped_noise_keeps_its_variance_in_both_spaces(layer):
     )
     step = optimizer.private_step
     generator = torch.Generator().manual_seed(5)
-    fix_weights(
-        optimizer, 0.2 + 3 * torch.rand(len(step.learned_shape._squared), generator=generator).double()
-    )
+    fix_weights(optimizer, 0.2 + 3 * torch.rand(len(step.learned._squared), generator=generator).double())
     draws = draw_noise(model, optimizer, x, V_DRAWS)
     view = step.block_views["0.weight"]
     weights = whole_weights(view, step.squared_weights["0.weight"])
@@ -112,16 +113,12 @@ def test_a_preconditioner_scales_what_was_released_and_nothing_else(layer):
     )
     step = optimizer.private_step
     generator = torch.Generator().manual_seed(5)
-    random = [
-        0.2 + 3 * torch.rand(len(step.learned_shape._squared), generator=generator).double() for _ in "wP"
-    ]
+    random = [0.2 + 3 * torch.rand(len(step.learned._squared), generator=generator).double() for _ in "wP"]
     fix_weights(optimizer, random[0])
-    step.learned_shape._precondition = random[1]
+    step.learned._precondition = random[1]
     draws = draw_noise(model, optimizer, x, V_DRAWS)
     view = step.block_views["0.weight"]
-    w2, p = (
-        whole_weights(view, t["0.weight"]) for t in (step.squared_weights, step.learned_shape.preconditioner)
-    )
+    w2, p = (whole_weights(view, t["0.weight"]) for t in (step.squared_weights, step.learned.preconditioner))
     spectra = dft(draws.view(-1, *view.block.shape), view.axes)
     ratio = float((spectra.abs().square() * w2 / p.square()).mean()) / (optimizer.sigma * C) ** 2
     assert abs(ratio - 1) <= V_TOLERANCE
@@ -220,7 +217,7 @@ def clipped_norms(optimizer, delta: dict[str, torch.Tensor]) -> list[tuple[float
         square = 0.0
         for name in group.blocks:
             view = step.block_views[name]
-            if plan.shaping is not None:
+            if step.learned is not None:
                 energy = dft(delta[name].double(), view.axes).abs().square()
                 square += float((energy * whole_weights(view, step.squared_weights[name])).sum())
             else:
@@ -236,8 +233,9 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(mechanism):
     model = small_model()
     options = MECHANISMS[mechanism]
     model, optimizer, _, _ = make_private(model, (x, y), clip=C, batch_size=6, **options)
-    if optimizer.private_step.learned_shape is not None:
-        count = len(optimizer.private_step.learned_shape._squared)
+    if optimizer.private_step.learned is not None:
+        learned = optimizer.private_step.learned
+        count = len(learned.norms) if isinstance(learned, AdaptedNorms) else len(learned._squared)
         fix_weights(optimizer, torch.rand(count, dtype=torch.float64) * 3 + 0.1)
     base = one_step(model, optimizer, x, y)
     generator = torch.Generator().manual_seed(1)

@@ -47,8 +47,8 @@ def test_records_that_the_map_cancels_stay_within_the_clip(mechanism, scale):
     x, y = torch.randn(6, 2, 5, 5), torch.arange(6) % 3
     model = nn.Sequential(WSConv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 3))
     model, optimizer, _, _ = make_private(model, (x, y), clip=0.8, batch_size=6, **MECHANISMS[mechanism])
-    if optimizer.private_step.learned_shape is not None:
-        optimizer.private_step.learned_shape.learn = lambda *_: None  # one clip set for all that is compared
+    if optimizer.private_step.learned is not None:
+        optimizer.private_step.learned.learn = lambda *_: None  # one clip set for all that is compared
     base = flat(one_step(model, optimizer, x, y))
     for seed in range(5):
         extra = scale * torch.ones(1, 2, 5, 5) + torch.randn(1, 2, 5, 5) * (seed % 2)

@@ -149,8 +149,8 @@ def released_noise(steps: int, bands: int, layer: nn.Module, mechanism_name: str
         nn.Sequential(layer), (x, y), noise_multiplier=Z, clip=C, batch_size=4, sample_rate=0.1,
         correlation_bands=bands, **MECHANISMS[mechanism_name], **options,
     )  # fmt: skip
-    if optimizer.private_step.learned_shape is not None:
-        optimizer.private_step.learned_shape.learn = lambda *_: None
+    if optimizer.private_step.learned is not None:
+        optimizer.private_step.learned.learn = lambda *_: None
     found = []
     for a, _ in by_turns(loader, steps):
         optimizer.zero_grad()
@@ -210,7 +210,7 @@ def test_weights_learned_in_between_are_applied_outside_of_the_correlation():
         spectrum = dft(layer.weight.grad.double() * optimizer.expected_batch_size, 1)
         groups = weights[view.groups].view(view.block.grid)
         found.append(torch.view_as_real(spectrum * groups.sqrt()).flatten())
-        step.learned_shape.learn(torch.linspace(1, 1 + t, len(step.learned_shape.sizes)), 0.0)
+        step.learned.learn(torch.linspace(1, 1 + t, len(step.learned.sizes)), 0.0)
     assert not torch.allclose(seen[1], seen[5])
     noise = torch.stack(found)
     # Real and imaginary parts of conjugate pairs say the same twice: half as many are independent.

@@ -24,7 +24,7 @@ from gredp.mechanisms import METHODS, Shaping, mechanism
 from gredp.mechanisms.dpsgd import DPSGD
 from gredp.mechanisms.gredp import HALVES, GReDP
 from gredp.mechanisms.plain import Plain
-from gredp.mechanisms.plan import clip_groups
+from gredp.mechanisms.plan import Quantile, clip_groups
 from gredp.mechanisms.registry import noise_scale
 from gredp.mechanisms.shaped import ShapedGReDP
 from gredp.mechanisms.spectral_dp import SpectralDP
@@ -73,7 +73,7 @@ def two_stages(step: PrivateStep, source) -> tuple[dict[str, torch.Tensor], torc
     """What a step without records releases: its gradient and its energy shares."""
     weights = step.squared_weights
     ones = {name: torch.ones(1) for name in step.block_views}
-    preconditioner = step.learned_shape.preconditioner if step.learned_shape is not None else ones
+    preconditioner = step.learned.preconditioner if step.learned is not None else ones
     noisy = add_noise(BoundedSum(step.plan, step.block_views), parameters(step.plan.blocks), weights, source)
     return invert(noisy, weights, preconditioner), noisy.shares
 
@@ -104,9 +104,9 @@ def ball_map(step: PrivateStep, block: Block) -> np.ndarray:
     factor = np.ones(math.prod(block.grid))
     if step.plan.keep_ratio is not None:
         factor = view.groups.double().numpy()  # 1 in the band, 0 outside
-    if step.learned_shape is not None:
+    if step.learned is not None:
         by_group = (
-            step.learned_shape.preconditioner[block.name].double()
+            step.learned.preconditioner[block.name].double()
             / step.squared_weights[block.name].double().sqrt()
         )
         factor = (
@@ -142,8 +142,9 @@ def oracle(step: PrivateStep) -> float:
                 maps.append(np.zeros((len(covariance), rows.shape[1])))
                 maps[-1][where[block.name]] = rows
         balls.append((group.clip_norm, np.concatenate(maps, axis=1)))
-    if step.plan.shaping is not None:  # the shares of a record have norm at most 1
-        balls.append((1.0, np.eye(len(covariance))[:, start:]))
+    if step.plan.query_std is not None:  # the shares of a record have norm at most 1, its counts ½ each
+        most = 1.0 if step.plan.quantile is None else math.sqrt(len(step.plan.groups)) / 2
+        balls.append((most, np.eye(len(covariance))[:, start:]))
     total = 0.0
     for i, (norm, ball) in enumerate(balls):
         for _, other in balls[:i]:  # groups add up only where their noises are independent
@@ -245,17 +246,40 @@ def test_shaped_certificate_holds_for_any_weights(shaping, clipping, preconditio
     built = ShapedGReDP(replace(shaping, preconditioner=0.5 * precondition), clipping)
     step = PrivateStep(built.plan(WHOLE, NORM, SIGMA, BATCH), UnitSource(-1), BATCH)
     generator = torch.Generator().manual_seed(5)
-    random = torch.randn(2, len(step.learned_shape.sizes), generator=generator, dtype=torch.float64).exp()
+    random = torch.randn(2, len(step.learned.sizes), generator=generator, dtype=torch.float64).exp()
     assert random[0].min() < 0.9 < 1.1 < random[0].max()  # both sides of white
-    step.learned_shape._squared = random[0]
+    step.learned._squared = random[0]
     if precondition:
-        step.learned_shape._precondition = random[1]
+        step.learned._precondition = random[1]
     assert sum(len(w) for w in step.squared_weights.values()) > len(WHOLE)  # bands, not blocks alone
     z = certified(built, WHOLE)
     # The weights and the energy shares are float32, hence no tighter.
     assert z == pytest.approx(oracle(step), rel=1e-5)
     # 1/z² = 1/z_g² + 1/z_e² with z_g = σ and z_e = energy_noise·σ.
     assert z == pytest.approx(SIGMA / math.sqrt(1 + shaping.energy_noise**-2), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("built", "blocks", "norm", "gradient"),
+    [
+        (DPSGD("adaptive", quantile=Quantile()), WHOLE, NORM, 1),
+        (DPSGD("adaptive_per_layer", quantile=Quantile(count_noise=0.7)), WHOLE, NORM, 1),
+        (DPSGD("adaptive_per_layer", quantile=Quantile(count_noise=2.0)), WHOLE, [0.5, 2.0, 0.1], 1),
+        (GReDP(clipping="adaptive", quantile=Quantile(count_noise=3.0)), WHOLE, NORM, HALF),
+        (GReDP(clipping="adaptive", grid="padded", quantile=Quantile()), PADDED, NORM, HALF),
+    ],
+    ids=repr,
+)
+def test_adaptive_certificate_holds_for_any_norms(built, blocks, norm, gradient):
+    """1/z² = 1/z_g² + 1/(2 z_b)², with z_b the deviation of a count, √L of them for L layers."""
+    step = PrivateStep(built.plan(blocks, norm, SIGMA, BATCH), UnitSource(-1), BATCH)
+    learned = step.learned
+    learned.log_ratio = torch.randn(len(learned.norms), dtype=torch.float64) + 1
+    z = certified(built, blocks, norm)
+    assert z == pytest.approx(oracle(step), rel=1e-5)  # weights and counts are float32
+    counts = 2 * step.plan.count_std / math.sqrt(len(step.plan.groups))
+    assert z == pytest.approx(((gradient * SIGMA) ** -2 + counts**-2) ** -0.5, rel=1e-12)
+    assert counts == pytest.approx(built.quantile.count_noise * SIGMA)
 
 
 def reaches(step: PrivateStep) -> np.ndarray:
@@ -285,10 +309,8 @@ def test_without_noise_a_sum_comes_back_as_the_map_of_the_ball_says(name):
     built, blocks, norm, _ = CASES.get(name, (ShapedGReDP(), WHOLE, NORM, 1))
     step = PrivateStep(built.plan(blocks, norm, SIGMA, BATCH), UnitSource(-1), BATCH)
     generator = torch.Generator().manual_seed(6)
-    if step.learned_shape is not None:
-        step.learned_shape._squared = (
-            torch.randn(len(step.learned_shape.sizes), generator=generator).double().exp()
-        )
+    if step.learned is not None:
+        step.learned._squared = torch.randn(len(step.learned.sizes), generator=generator).double().exp()
     bounded, expected = BoundedSum(step.plan, step.block_views), {}
     for block in blocks:
         lead = block.shape[: len(block.shape) - len(block.grid)]
@@ -297,15 +319,13 @@ def test_without_noise_a_sum_comes_back_as_the_map_of_the_ball_says(name):
         axes = tuple(range(-len(block.grid), 0))
         bounded.totals[block.name] = torch.fft.rfftn(on_grid, dim=axes, norm="ortho") if padded else on_grid
         # Shaped sums are kept as they are, and weighted only while the noise joins them.
-        released = (
-            on_grid if step.learned_shape is not None else ball_map(step, block) @ on_grid.flatten().numpy()
-        )
+        released = on_grid if step.learned is not None else ball_map(step, block) @ on_grid.flatten().numpy()
         expected[block.name] = np.asarray(released).reshape(block.shape)
     weights = step.squared_weights
     ones = {n: torch.ones(1) for n in step.block_views}
     found = invert(add_noise(bounded, parameters(blocks), weights, UnitSource(-1)), weights, ones)
     for block in blocks:
-        tolerance = 1e-5 if step.learned_shape is not None else 1e-12
+        tolerance = 1e-5 if step.learned is not None else 1e-12
         np.testing.assert_allclose(found[block.name].numpy(), expected[block.name], atol=tolerance)
 
 

@@ -290,6 +290,38 @@ def weights_left_out_of_the_clip(patch: Patch) -> None:
     patch.setattr(step, "clip", unweighted)
 
 
+def noise_of_the_first_norm(patch: Patch) -> None:
+    """The norm adapts and the noise does not."""
+    honest = noise.add_noise
+
+    def stiff(bounded, parameters, weights, source):
+        return honest(bounded, parameters, {n: torch.ones_like(w) for n, w in weights.items()}, source)
+
+    patch.setattr(step, "add_noise", stiff)
+
+
+def counts_without_noise(patch: Patch) -> None:
+    """Norms follow how many records were within them, exactly."""
+    honest = step.PrivateStep._noised
+
+    def silent(self, parameters, number):
+        counts = self._bounded.shares
+        released = honest(self, parameters, number)
+        return released if counts is None else {**released, step.SHARES: counts}
+
+    patch.setattr(step.PrivateStep, "_noised", silent)
+
+
+def counts_left_out_of_the_certificate(patch: Patch) -> None:
+    """All of the budget goes to the gradients, and the counts come on top."""
+    honest = plan.StepPlan.certificate
+
+    def short(self):
+        return honest(replace(self, quantile=None))
+
+    patch.setattr(plan.StepPlan, "certificate", short)
+
+
 def layers_that_share_a_norm_counted_once(patch: Patch) -> None:
     from gredp.privacy.certificate import Certificate
 
@@ -380,8 +412,8 @@ def weights_learned_before_the_release(patch: Patch) -> None:
 
     def peeking(self, spectra):
         honest(self, spectra)
-        if self.learned_shape is not None:
-            self.learned_shape.learn(self._bounded.shares, 0.0)
+        if self.learned is not None:
+            self.learned.learn(self._bounded.shares, 0.0)
 
     patch.setattr(step.PrivateStep, "accumulate", peeking)
 

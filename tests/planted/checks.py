@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -210,6 +211,20 @@ def shape() -> Verdict:
     step.accumulate(victim.optimizer.capture.take())
     after = torch.cat(list(step.squared_weights.values()))
     return None if torch.equal(before, after) else "the weights of a step follow the records of that step"
+
+
+def counts() -> Verdict:
+    """Adaptive clipping: what the norms learn from is noised as the certificate says, within a sixth."""
+    victim = EngineStep({"method": "dpsgd", "clipping": "adaptive"}, 0.5, grids=((8,),), seed=7)
+    seen: list[float] = []
+    victim.optimizer.private_step.learned.learn = lambda counts, _: seen.append(float(counts))
+    for _ in range(400):
+        victim(np.zeros((BATCH, 8)))
+    certified = victim.optimizer.certificate.releases[-1].noise_std
+    found = float(np.std(seen))
+    if not abs(found / certified - 1) < 1 / 6:
+        return f"counts vary by {found:.3g}, not by the {certified:.3g} of the certificate"
+    return None
 
 
 # ------------------------------------------------------------------ noise correlated over steps

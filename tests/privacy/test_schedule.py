@@ -74,8 +74,8 @@ def test_what_is_drawn_is_what_is_charged(mechanism):
         noise_schedule=STAGES,
         **MECHANISMS[mechanism],
     )
-    if optimizer.private_step.learned_shape is not None:
-        optimizer.private_step.learned_shape.learn = lambda *_: None
+    if optimizer.private_step.learned is not None:
+        optimizer.private_step.learned.learn = lambda *_: None
     for step, factor in enumerate(FACTORS):
         noise = no_gradient_step(model, optimizer, x)["0.weight"].double()
         charged = engine.ledger.entries[-1].noise_multiplier
@@ -192,8 +192,8 @@ def test_a_set_multiplier_and_norm_are_drawn_clipped_and_charged(mechanism):
         noise_multiplier=1.7,
         **MECHANISMS[mechanism],
     )
-    if optimizer.private_step.learned_shape is not None:
-        optimizer.private_step.learned_shape.learn = lambda *_: None
+    if optimizer.private_step.learned is not None:
+        optimizer.private_step.learned.learn = lambda *_: None
     expected = []
     for z, clip in ((1.7, 1.0), (0.6, 1.0), (0.6, 3.0), (2.0, 0.1)):
         optimizer.noise_multiplier, optimizer.max_grad_norm = z, clip

@@ -45,6 +45,8 @@ CASES = (
     Case("DP-SGD, per layer", method("dpsgd", clipping="per_layer")),
     Case("DP-SGD, automatic clipping", method("dpsgd", clipping="automatic")),
     Case("DP-SGD, same norm for each layer", method("dpsgd", clipping="layer_wise")),
+    Case("DP-SGD, adaptive clipping", method("dpsgd", clipping="adaptive")),
+    Case("DP-SGD, adaptive clipping per layer", method("dpsgd", clipping="adaptive_per_layer")),
     Case("Spectral-DP", method("spectral_dp")),
     Case("GReDP, a = b = 1/√2", method("gredp")),
     Case("GReDP, a = 0.6, b = 0.8", method("gredp", noise_parts=(0.6, 0.8))),

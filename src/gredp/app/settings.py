@@ -18,7 +18,7 @@ from gredp.app.learning_rate import Schedule
 from gredp.app.trackers import TrackerName, check_trackers
 from gredp.errors import GredpError
 from gredp.mechanisms import ClaimName, MethodName, NoiseName
-from gredp.mechanisms.registry import find, mechanism, noise_scale
+from gredp.mechanisms.registry import find, mechanism, noise_scale, own_options
 from gredp.privacy.accountant import AccountantName, check_delta
 from gredp.privacy.certificate import Block
 from gredp.storage.files import read_document
@@ -167,7 +167,9 @@ class NoiseOptions:
 
     clip_norm: float = 1.0
     clipping: str | None = None
-    """flat, per_layer, automatic, or layer_wise (the paper's Algorithm 2)"""
+    """flat, per_layer, automatic, layer_wise (the paper's Algorithm 2), adaptive or adaptive_per_layer"""
+    target_unclipped_quantile: float = 0.5
+    """adaptive clipping: the share of records that the norm leaves whole; --clip-norm is the first norm"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
     noise_schedule: float = 1.0
@@ -264,7 +266,7 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
 
     def options(self) -> dict[str, Any]:
         """Options of the mechanism beyond those every method has."""
-        own = set(find(self.method, self.noise).kind.options()) - {"clipping"}
+        own = own_options(find(self.method, self.noise).kind, self.clipping)
         return {field.name: getattr(self, field.name) for field in fields(TrainSettings) if field.name in own}
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ from gredp.audit.canaries import Grid
 from gredp.audit.game import AuditedStep
 from gredp.engine import PrivacyEngine, Private
 from gredp.errors import GredpError
+from gredp.gradient.adaptive import AdaptedNorms
 from gredp.layers import BlockCirculantLinear, SpectralConv2d
 from gredp.privacy.ledger import Entry, mechanisms
 from gredp.sampling import Draw, Part
@@ -77,10 +78,12 @@ class EngineStep:
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
         self.model, self.optimizer, _ = self._private(torch.zeros(BATCH, self.dimension), 1.0)
         step = self.optimizer.private_step
-        if step.learned_shape is not None:
+        if isinstance(step.learned, AdaptedNorms):
+            step.learned.log_ratio += math.log(4)  # far from where the plan has them; what they are is public
+        elif step.learned is not None:
             # Some weights far from 1, as if learned from earlier releases; what they are is public.
-            shares = 0.7 ** torch.arange(len(step.learned_shape.sizes), dtype=torch.float64)
-            step.learned_shape.learn(BATCH * shares / shares.norm(), 0.0)
+            shares = 0.7 ** torch.arange(len(step.learned.sizes), dtype=torch.float64)
+            step.learned.learn(BATCH * shares / shares.norm(), 0.0)
         self(np.zeros((BATCH, self.dimension)))
         self.entry = self.engine.ledger.entries[-1]
 
@@ -112,9 +115,9 @@ class EngineStep:
     def __call__(self, gradients: Floats) -> Floats:
         _zero(self.model)
         step = self.optimizer.private_step
-        before = copy.deepcopy(step.learned_shape)
+        before = copy.deepcopy(step.learned)
         _train(self.model, self.optimizer, torch.from_numpy(gradients).float(), self.forwards)
-        step.learned_shape = before
+        step.learned = before
         return _moved(self.model, self.optimizer)
 
 

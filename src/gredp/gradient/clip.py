@@ -40,6 +40,7 @@ class ClippedSpectra:
     factors: Mapping[str, Tensor]  # block name → [b]
     energies: Mapping[str, Tensor]  # block name → [b, group_count], before the clip
     kept: Tensor  # [b] of bool: records whose gradient is finite
+    within: Tensor  # [b, groups] of bool: weighted norm at most the group's, for every group of the plan
 
 
 def energies(gradient: PerSampleGradient, view: BlockView) -> Tensor:
@@ -91,7 +92,8 @@ def _unbounded(spectra: PerSampleSpectra) -> ClippedSpectra:
         name: gradient.like.new_full((spectra.batch,), spectra.scale)
         for name, gradient in spectra.gradients.items()
     }
-    return ClippedSpectra(spectra.gradients, factors, {}, torch.ones(spectra.batch, dtype=torch.bool))
+    finite = torch.ones(spectra.batch, dtype=torch.bool)
+    return ClippedSpectra(spectra.gradients, factors, {}, finite, finite[:, None])
 
 
 def clip(
@@ -116,6 +118,8 @@ def clip(
         (torch.stack(norms) < LARGEST_NORM).all(0) if norms else torch.ones(spectra.batch, dtype=torch.bool)
     )
     factors: dict[str, Tensor] = {}
+    # A group that no record reached has norm 0.
+    within = kept.new_ones(spectra.batch, len(plan.groups))
     for group, norm in zip(reached, norms):
         if plan.normalize:
             factor = group.clip_norm / (norm + AUTOMATIC)
@@ -124,7 +128,8 @@ def clip(
         # A factor that single precision cannot hold to its digits would be rounded up as well as down.
         factor = torch.where(kept & (factor > 1e-37), factor, 0.0) * spectra.scale
         factors.update({n: factor for n in group.blocks if n in found})
+        within[:, plan.groups.index(group)] = norm <= group.clip_norm
     gradients = spectra.gradients
     if not bool(kept.all()):
         gradients = {n: g.zero_unless(kept) for n, g in gradients.items()}
-    return ClippedSpectra(gradients, factors, found, kept)
+    return ClippedSpectra(gradients, factors, found, kept, within)

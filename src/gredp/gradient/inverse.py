@@ -23,7 +23,7 @@ def invert(
             released[name] = spectrum
             continue
         view = noisy.bounded.block_views[name]
-        if plan.shaping is not None:
+        if plan.query_std is not None:  # the weights were learned
             weights = torch.rsqrt(squared_weights[name]) * preconditioner[name]
             spectrum = spectrum * view.spread(weights.to(spectrum.real))
         released[name] = view.real_part(spectrum)

@@ -127,7 +127,10 @@ def add_noise(
                 values[name] = total
                 if group.noise_std:
                     draw = source.normal(view.block.shape, total)
-                    values[name] = draw.mul_(group.noise_std * plan.white_part).add_(total)
+                    std = group.noise_std * plan.white_part
+                    if plan.quantile is not None:  # white in the weighted domain
+                        std /= math.sqrt(float(squared_weights[name]))
+                    values[name] = draw.mul_(std).add_(total)
                 continue
             real = total.real if total.is_complex() else total
             weights = view.spread(squared_weights[name].to(real).sqrt())
@@ -145,8 +148,9 @@ def add_noise(
             draw.addcmul_(torch.view_as_real(view.spectrum(total)), weights)
             values[name] = torch.view_as_complex(draw)
     shares = bounded.shares
-    if plan.shaping is not None:
+    if plan.query_std is not None:
         if shares is None:
-            shares = torch.zeros(sum(v.group_count for v in bounded.block_views.values()))
-        shares = shares + plan.energy_std * source.normal(tuple(shares.shape), shares)
+            of_groups = sum(v.group_count for v in bounded.block_views.values())
+            shares = torch.zeros(of_groups if plan.quantile is None else len(plan.groups))
+        shares = shares + plan.query_std * source.normal(tuple(shares.shape), shares)
     return NoisySum(bounded, values, shares)

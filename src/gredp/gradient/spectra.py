@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from scipy.signal import lfilter
 
+from gredp.gradient.shaping import LearnedShape
 from gredp.gradient.step import PrivateStep
 from gredp.spectrum import BlockView, distance, mirror
 
@@ -23,7 +24,7 @@ def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
     correlated over them. `norm_share` is the released mean share of a record's gradient norm, noise and all;
     None where the method releases none.
     """
-    plan, weights, learned = step.plan, step.squared_weights, step.learned_shape
+    plan, weights, learned = step.plan, step.squared_weights, step.learned
     swell = over_steps(plan.correlation)
     deviations = {name: group.noise_std * swell for group in plan.groups for name in group.blocks}
     rows = []
@@ -35,7 +36,7 @@ def noise_spectrum(step: PrivateStep) -> list[dict[str, Any]]:
             std = std * weights[name].double()
         place, sizes = _mean(distance(view.block.grid), view), view.group_sizes
         order = [int(k) for k in place.argsort(stable=True) if sizes[k] > 0]
-        shares = None if learned is None else learned.mean_shares[name]
+        shares = learned.mean_shares[name] if isinstance(learned, LearnedShape) else None
         rows.append(
             {
                 "block": name,

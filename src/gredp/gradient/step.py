@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gredp.distributed import begin, broadcast, finish, rank
+from gredp.gradient.adaptive import AdaptedNorms
 from gredp.gradient.clip import clip
 from gredp.gradient.correlated import CorrelatedSource
 from gredp.gradient.inverse import invert
@@ -17,7 +18,7 @@ from gredp.mechanisms.plan import StepPlan
 from gredp.privacy.certificate import Block
 from gredp.spectrum import BlockView, frequency_groups, low_band
 
-#: no parameter's name: those have no blanks
+#: energy shares, or counts of records; no parameter's name: those have no blanks
 SHARES = "energy shares"
 
 
@@ -34,9 +35,12 @@ class PrivateStep:
         banded = len(plan.correlation) > 1
         self._noise = CorrelatedSource(source, plan.correlation) if banded else source
         self.block_views = {block.name: _view(block, plan) for block in plan.blocks}
-        self.learned_shape: LearnedShape | None = None
+        #: what later steps take from the queries of earlier ones
+        self.learned: LearnedShape | AdaptedNorms | None = None
         if plan.shaping is not None:
-            self.learned_shape = LearnedShape(plan.shaping, self.block_views, expected_batch_size)
+            self.learned = LearnedShape(plan.shaping, self.block_views, expected_batch_size)
+        elif plan.quantile is not None:
+            self.learned = AdaptedNorms(plan, expected_batch_size)
         self.begin_sum(plan)
         #: by which processes tell the private models apart
         self.number = 0
@@ -44,8 +48,8 @@ class PrivateStep:
     @property
     def squared_weights(self) -> dict[str, Tensor]:
         """w² of each block over its groups, fixed for the step that is being accumulated."""
-        if self.learned_shape is not None:
-            return self.learned_shape.squared_weights
+        if self.learned is not None:
+            return self.learned.squared_weights
         if self.plan.keep_ratio is not None:
             return {name: torch.tensor([0.0, 1.0]) for name in self.block_views}
         return {name: torch.ones(1) for name in self.block_views}
@@ -82,17 +86,17 @@ class PrivateStep:
             released = self._noised(parameters, step) if rank() == 0 else self._awaited(parameters)
             released = broadcast(released)
             shares = released.pop(SHARES, None)
-            if self.learned_shape is not None and shares is not None:
-                self.learned_shape.learn(shares, self._bounded.plan.energy_std)
+            if self.learned is not None and shares is not None:
+                self.learned.learn(shares, self._bounded.plan.query_std or 0.0)
             self.discard()
         finish()
         return released
 
     def _noised(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """The gradients, and the energy shares where the plan asks for them."""
+        """The gradients, and what the plan asks for beside them."""
         self._noise.begin(step)
         weights = self.squared_weights
-        preconditioner = {} if self.learned_shape is None else self.learned_shape.preconditioner
+        preconditioner = {} if self.learned is None else self.learned.preconditioner
         noisy = add_noise(self._bounded, parameters, weights, self._noise)
         gradients = invert(noisy, weights, preconditioner)
         return gradients if noisy.shares is None else {**gradients, SHARES: noisy.shares}

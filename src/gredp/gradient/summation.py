@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gredp.distributed import all_reduce_sum, world_size
 from gredp.errors import GredpError
+from gredp.gradient.adaptive import norm_counts
 from gredp.gradient.clip import ClippedSpectra
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.convolution.padded import padded_sum
@@ -21,8 +22,8 @@ class BoundedSum:
     """Σ_i of clipped gradients. Adding or removing one record moves it by a vector of K.
 
     `totals` are real and shaped as the parameters, or complex on the padded grid; a block that no record
-    reached is absent, which is zero. `shares` is the sum of the records' energy shares (each of norm at
-    most 1) where the plan asks for it.
+    reached is absent, which is zero. Where the plan asks for it, `shares` is the sum of the records' energy
+    shares (each of norm at most 1), or of ±½ for each clip group (`adaptive.norm_counts`).
     """
 
     plan: StepPlan
@@ -48,8 +49,9 @@ class BoundedSum:
                 total = gradient.weighted_sum(factors)
             self.totals[name] = self.totals[name] + total if name in self.totals else total
         self.records += len(clipped.kept)
-        if self.plan.shaping is not None:
-            shares = energy_shares(clipped, self.block_views)
+        if self.plan.query_std is not None:
+            counted = self.plan.quantile is not None
+            shares = norm_counts(clipped) if counted else energy_shares(clipped, self.block_views)
             self.shares = shares if self.shares is None else self.shares + shares
 
     def over_processes(self, parameters: Mapping[str, Tensor]) -> None:

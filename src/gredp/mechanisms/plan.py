@@ -18,7 +18,7 @@ from gredp.privacy.certificate import Block, Certificate, Release, real_part_var
 Transform = Literal["none", "kernel", "padded"]
 Needs = Literal["norms", "spectra", "inputs"]
 Groups = Literal["both", "layer", "frequency"]
-Clipping = Literal["flat", "per_layer", "layer_wise", "automatic"]
+Clipping = Literal["flat", "per_layer", "layer_wise", "automatic", "adaptive", "adaptive_per_layer"]
 FLAT: Clipping = "flat"
 NO_GRID: Transform = "none"
 #: of spectral methods: the parameter's own, or the padded input's as the paper has it
@@ -79,6 +79,35 @@ class Shaping:
 
 
 @dataclass(frozen=True)
+class Quantile:
+    """Norms that adapt until a share of the records is within them (`gradient/adaptive.py`); names of Opacus.
+
+    C ← C·exp(−`clipbound_learning_rate`·(share − `target_unclipped_quantile`)) after each step, from counts
+    that are noised: `count_noise` is their multiplier relative to the gradient's.
+    """
+
+    target_unclipped_quantile: float = 0.5
+    clipbound_learning_rate: float = 0.2
+    min_clipbound: float = 0.0
+    max_clipbound: float = 1e300
+    count_noise: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target_unclipped_quantile < 1:
+            raise GredpError(
+                f"target_unclipped_quantile lies between 0 and 1, not {self.target_unclipped_quantile}"
+            )
+        if not (0 < self.clipbound_learning_rate < math.inf and 0 < self.count_noise < math.inf):
+            raise GredpError(
+                "clipbound_learning_rate and count_noise must be above 0 and finite, not "
+                f"{self.clipbound_learning_rate} and {self.count_noise}"
+            )
+        if not 0 <= self.min_clipbound < self.max_clipbound:
+            bounds = f"{self.min_clipbound} and {self.max_clipbound}"
+            raise GredpError(f"min_clipbound must be 0 or more and below max_clipbound, not {bounds}")
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Everything that one private step does to the gradients.
 
@@ -87,6 +116,8 @@ class StepPlan:
     `keep_ratio` is the share of coefficients that Spectral-DP keeps. `energy_std` is the deviation
     of the noise on the energy query when `shaping` is set. `correlation` is the first column of C, by which
     the noise of a step is correlated with that of the steps before it; (1,) is noise independent of them.
+    With a `quantile` the norms of the groups are those of the first step, and `count_std` is the deviation of
+    the noise on each count of records within a norm.
     """
 
     blocks: tuple[Block, ...]
@@ -98,6 +129,15 @@ class StepPlan:
     shaping: Shaping | None = None
     energy_std: float = 0.0
     correlation: tuple[float, ...] = (1.0,)
+    quantile: Quantile | None = None
+    count_std: float = 0.0
+
+    @property
+    def query_std(self) -> float | None:
+        """Of what is released beside the gradients, energy shares or counts; None where nothing is."""
+        if self.quantile is not None:
+            return self.count_std
+        return None if self.shaping is None else self.energy_std
 
     @cached_property
     def digest(self) -> str:
@@ -135,6 +175,9 @@ class StepPlan:
             releases.append(Release(group.name, group.clip_norm * column, group.noise_std * scale))
         if self.shaping is not None:
             releases.append(Release("energy shares", column, self.energy_std))
+        if self.quantile is not None:  # ±½ for each group
+            most = math.sqrt(len(self.groups)) / 2
+            releases.append(Release("records within the norm", most * column, self.count_std))
         return Certificate(tuple(releases))
 
     def scaled(self, factor: float) -> "StepPlan":
@@ -142,7 +185,8 @@ class StepPlan:
         if factor == 1:
             return self
         groups = tuple(replace(group, noise_std=group.noise_std * factor) for group in self.groups)
-        return replace(self, groups=groups, energy_std=self.energy_std * factor)
+        energy_std, count_std = self.energy_std * factor, self.count_std * factor
+        return replace(self, groups=groups, energy_std=energy_std, count_std=count_std)
 
     def _least_scale(self, block: Block) -> float:
         """Root of the least eigenvalue of Σ on this block, for a unit deviation."""
@@ -163,6 +207,8 @@ class Mechanism:
     """
 
     correlation_bands: int = field(default=1, kw_only=True)
+    #: with adaptive clipping
+    quantile: Quantile | None = field(default=None, kw_only=True)
     #: the name that `method=` takes
     name: ClassVar[str]
     #: whether the paper claims an ε for this method, namely that of DP-SGD at the same σ
@@ -178,7 +224,7 @@ class Mechanism:
 
     @property
     def claimed_by_paper(self) -> bool:
-        return self.in_paper and self.correlation_bands == 1
+        return self.in_paper and self.correlation_bands == 1 and self.quantile is None
 
     @property
     def needs(self) -> Needs:
@@ -206,6 +252,9 @@ class Mechanism:
         groups = clip_groups(self.clipping, blocks, clip_norm, sigma)
         column = coefficients(self.correlation_bands)
         plan = StepPlan(tuple(blocks), groups, self.grid, self.clipping == "automatic", correlation=column)
+        if self.quantile is not None:
+            count_std = self.quantile.count_noise * sigma * math.sqrt(len(groups)) / 2
+            plan = replace(plan, quantile=self.quantile, count_std=count_std)
         return self.step(plan, sigma, expected_batch_size)
 
     def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
@@ -230,12 +279,15 @@ def clip_groups(
     | per_layer, C | L of radius C/√L | σC | σ |
     | per_layer, a list c | one each of radius c_l | σ‖c‖ | σ |
     | layer_wise (Algorithm 2 of the paper) | L of radius c | σc | σ/√L |
+    | adaptive, adaptive_per_layer | in the beginning those of flat, per_layer | as there | σ/√(1 + r⁻²) |
+
+    r is the count_noise of a `Quantile`.
     """
     choose("clipping", clipping, get_args(Clipping))
     norms = [positive_norm(c) for c in (clip_norm if isinstance(clip_norm, Sequence) else [clip_norm])]
     if not (sigma >= 0 and math.isfinite(sigma)):
         raise GredpError(f"the noise scale must be 0 or more and finite, not {sigma}")
-    if clipping in ("flat", "automatic"):
+    if clipping in ("flat", "automatic", "adaptive"):
         if len(norms) != 1:
             raise GredpError(f"{clipping} clipping takes one norm, not {len(norms)}")
         return (ClipGroup("all", tuple(b.name for b in blocks), norms[0], sigma * norms[0]),)
@@ -243,10 +295,10 @@ def clip_groups(
     total = math.hypot(*norms)
     if len(norms) == 1:
         norms *= len(members)
-        if clipping == "per_layer":
+        if clipping != "layer_wise":
             norms = [c / math.sqrt(len(members)) for c in norms]
     return tuple(
-        ClipGroup(name, names, c, sigma * (total if clipping == "per_layer" else c))
+        ClipGroup(name, names, c, sigma * (c if clipping == "layer_wise" else total))
         for (name, names), c in zip(members.items(), norms)
     )
 

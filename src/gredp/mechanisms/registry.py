@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Literal, get_args
 
 from gredp.errors import GredpError, choose
 from gredp.mechanisms.banded import coefficients
-from gredp.mechanisms.plan import Clipping, Mechanism
+from gredp.mechanisms.plan import Clipping, Mechanism, Quantile
 
 ClaimName = Literal["proven", "paper"]
 
@@ -16,6 +16,7 @@ ClaimName = Literal["proven", "paper"]
 GONE = {
     "ema": "average the released weights by torch.optim.swa_utils.AveragedModel, which costs no privacy, and "
     "save it by engine.save(…, modules=…)",
+    "unclipped_num_std": "count_noise is the noise on the counts, relative to the gradient's; 10 costs 0.5 %",
 }
 
 
@@ -81,6 +82,16 @@ def find(method: str, noise: str = "white") -> Method:
     return having[method]
 
 
+def own_options(kind: type[Mechanism], clipping: str | None) -> set[str]:
+    """Names of the options that a method has beyond those of all."""
+    of_norms = set(asdict(Quantile())) if is_adaptive(kind, clipping) else set()
+    return set(kind.options()) - {"clipping"} | of_norms
+
+
+def is_adaptive(kind: type[Mechanism], clipping: str | None) -> bool:
+    return clipping in ("adaptive", "adaptive_per_layer") and "clipping" in kind.options()
+
+
 def mechanism(
     method: str,
     noise: str = "white",
@@ -106,15 +117,20 @@ def mechanism(
     if claim == "paper" and found.kind.private and not found.kind.in_paper:
         what = method if noise == "white" else f"{noise} noise"
         raise GredpError(f"the paper makes no claim about {what}: use claim 'proven'")
-    allowed = found.kind.options()
-    unknown = set(options) - set(allowed)
+    adaptive = is_adaptive(found.kind, clipping)
+    if adaptive and claim == "paper":
+        raise GredpError("the paper makes no claim about adaptive clipping: use claim 'proven'")
+    unknown = set(options) - own_options(found.kind, clipping)
     if unknown:
         gone = [f"{option}: {GONE[option]}" for option in sorted(unknown) if option in GONE]
         what = method if noise == found.noise == "white" else f"{method} with {noise} noise"
         raise GredpError("; ".join(gone) or f"{what} has no option {', '.join(sorted(unknown))}")
-    if "clipping" in allowed:
+    of_norms = {name: options.pop(name) for name in asdict(Quantile()) if name in options}
+    if "clipping" in found.kind.options():
         options["clipping"] = clipping or (found.paper_clipping if claim == "paper" else "flat")
-    return found.kind.build(**{**found.noises[noise], **options}, correlation_bands=correlation_bands)
+    every: dict[str, Any] = {"correlation_bands": correlation_bands}
+    every["quantile"] = Quantile(**of_norms) if adaptive else None
+    return found.kind.build(**{**found.noises[noise], **options}, **every)
 
 
 def noise_scale(noise_multiplier: float, unit: float, claim: str) -> float:

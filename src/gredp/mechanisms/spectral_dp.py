@@ -26,6 +26,10 @@ class SpectralDP(Mechanism):
         if not 0 < self.filter_ratio <= 1:
             raise GredpError(f"the filter ratio must be above 0 and at most 1, not {self.filter_ratio}")
         choose("grid", self.grid, GRIDS)
+        if self.quantile is not None:
+            raise GredpError(
+                "nothing is proven for adaptive norms of a filtered spectrum: use dpsgd or gredp"
+            )
 
     def step(self, plan: StepPlan, sigma: float, expected_batch_size: float) -> StepPlan:
         return replace(plan, noise_parts=HALVES, keep_ratio=self.filter_ratio)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gredp.errors import GredpError
 from gredp.mechanisms.plan import Mechanism, StepPlan, positive_norm
 from gredp.mechanisms.registry import noise_scale
 from gredp.privacy.certificate import Block, Certificate
@@ -53,3 +54,14 @@ class Planner:
             unit = self.mechanism.unit_multiplier(self.blocks, norms, rest)
             sigma = noise_scale(noise_multiplier, unit, claim)
         return self.mechanism.plan(self.blocks, norms, sigma, rest), sigma, norms
+
+    def reject_change(self, what: str, schedule: NoiseSchedule, turns: bool) -> None:
+        """Of `noise_multiplier` or `max_grad_norm`, where it means nothing or nothing is proven for it."""
+        if not self.mechanism.private:
+            raise GredpError(f"{what} means nothing in plain training, which neither clips nor adds noise")
+        if what == "max_grad_norm" and self.mechanism.quantile is not None:
+            raise GredpError("adaptive clipping sets max_grad_norm by itself: use clipping='flat' to set it")
+        if turns:
+            raise GredpError(f"{what} cannot change with correlation bands: later steps take noise back")
+        if what == "noise_multiplier" and not schedule.constant:
+            raise GredpError("a noise_schedule sets the noise of this run: set noise_multiplier without one")

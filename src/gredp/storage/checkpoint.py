@@ -24,7 +24,12 @@ from gredp.storage.run_folder import Checkpoint, RunFolder
 #: groups of tensors in a checkpoint
 RESERVED = {"model", "optimizer", "shape"}
 #: terms of the contract that earlier versions did not note, as they were
-EARLIER = {"correlation_bands": 1, "unit": "record", "records_per_person": None}
+EARLIER = {
+    "correlation_bands": 1,
+    "unit": "record",
+    "records_per_person": None,
+    "adaptive": [None, 0.0],
+}
 
 
 def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
@@ -42,6 +47,7 @@ def contract(optimizer: PrivateOptimizer) -> dict[str, Any]:
         "processes": world_size(),
         "noise_schedule": optimizer.schedule.stages,
         "correlation_bands": len(plan.pop("correlation")),
+        "adaptive": [plan.pop("quantile"), plan.pop("count_std")],
         "plan": plan,
     }
     return json.loads(json.dumps(terms))
@@ -57,7 +63,7 @@ def write_checkpoint(
     """`progress` is the caller's own: plain JSON. So are `modules`, by names of their own."""
     if RESERVED & set(modules) or any("/" in name for name in modules):
         raise GredpError(f"modules to save need names without /, other than {', '.join(sorted(RESERVED))}")
-    inner, shape = optimizer.state_dict(), optimizer.private_step.learned_shape
+    inner, shape = optimizer.state_dict(), optimizer.private_step.learned
     groups = {"model": module.state_dict(), "shape": {} if shape is None else shape.state(), "optimizer": {}}
     groups |= {name: other.state_dict() for name, other in modules.items()}
     numbers: dict[str, dict[str, Any]] = {}
@@ -71,7 +77,7 @@ def write_checkpoint(
         "contract": contract(optimizer),
         "optimizer": {"state": numbers, "param_groups": inner["param_groups"]},
         "charged_before": optimizer.charged_before,
-        "set": [optimizer.noise_multiplier, optimizer.max_grad_norm],
+        "set": [optimizer.noise_multiplier, optimizer.planned_norm],
         "progress": progress,
     }
     try:
@@ -122,7 +128,7 @@ def restore(
         for key, each in loaded.items():
             _check_weights(each, groups[key])
         state = _optimizer_state(checkpoint.facts["optimizer"], groups["optimizer"], optimizer)
-        shape = optimizer.private_step.learned_shape
+        shape = optimizer.private_step.learned
         if shape is not None:
             shape.restore(groups["shape"])
         # a plan of its own, certified and charged: those of earlier versions never change
