@@ -256,9 +256,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
     @property
     def not_covered(self) -> str:
         """For the end of a record's `selection`: an accuracy on held-out records is a statistic of them."""
-        if self.holdout is None:
-            return ""
-        return "; test figures are measured on held-out records, which ε does not cover"
+        held_out = "; test figures are measured on held-out records, which ε does not cover"
+        return held_out if self.holdout is not None else ""
 
     def kept(self) -> dict[str, Any]:
         """What the run folder keeps."""
@@ -297,8 +296,7 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
         if transfer and not pretrained:
             yield f"--model {model} needs --pretrained: the file with the frozen weights"
         if pretrained and not transfer and model not in ("", *FOR_FEATURES):
-            networks = f"resnet18-1conv, resnet18-2conv, {' or '.join(FOR_FEATURES)}"
-            yield f"--pretrained goes with {networks}, not with {model}"
+            yield f"--pretrained is for resnet18-1conv, -2conv, {' or '.join(FOR_FEATURES)}, not for {model}"
         if self.person is not None and self.validation:
             yield "--validation holds out records, not persons: use --holdout with --person"
         if self.noise_schedule != 1 and self.correlation_bands != 1:
