@@ -22,6 +22,20 @@ class SmallTransformer(nn.Module):
         return self.head(self.layers(self.words(ids) + self.places(places)).mean(1))
 
 
+class SmallLSTM(nn.Module):
+    """One layer over 32 tokens, the class from its last state; `gredp.fix` and Opacus' replace the layer."""
+
+    def __init__(self, width: int = 128, vocabulary: int = 1000, classes: int = 10) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lstm(self.words(ids))[0][:, -1])
+        return out
+
+
 def mlp(width: int = 1024) -> nn.Module:
     return nn.Sequential(
         nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
@@ -36,7 +50,7 @@ IMAGES = {
     "resnet18-2conv": (3, 32, 32),
 }
 BATCH = {"lenet5": 500, "mlp": 500}
-NETWORKS = (*IMAGES, "mlp", "transformer")
+NETWORKS = (*IMAGES, "mlp", "transformer", "lstm")
 
 
 def network(name: str, batch: int | None = None) -> tuple[nn.Module, Tensor]:
@@ -47,4 +61,6 @@ def network(name: str, batch: int | None = None) -> tuple[nn.Module, Tensor]:
         return mlp(int(name[3:] or 1024)), torch.randn(size, 784)
     if name == "transformer":
         return SmallTransformer(), torch.randint(0, 1000, (size, 64))
+    if name == "lstm":
+        return SmallLSTM(), torch.randint(0, 1000, (size, 32))
     return build(name, IMAGES[name], 10), torch.randn(size, *IMAGES[name])

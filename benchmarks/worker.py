@@ -41,7 +41,7 @@ def stepper(name: str, variant: str, batch: int | None, physical: int | None = N
     elif variant.startswith("opacus"):
         from opacus.validators import ModuleValidator
 
-        model = ModuleValidator.fix(model) if name == "transformer" else model
+        model = ModuleValidator.fix(model) if name in ("transformer", "lstm") else model
     optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
     settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
