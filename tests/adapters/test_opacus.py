@@ -149,6 +149,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "opacus.md"
 CALLED = [
     opacus.PrivacyEngine,
     opacus.optimizers.DPOptimizer,
+    opacus.optimizers.AdaClipDPOptimizer,
     opacus.accountants.RDPAccountant,
     opacus.accountants.PRVAccountant,
     opacus.accountants.utils.get_noise_multiplier,
