@@ -147,7 +147,7 @@ def test_weights_of_another_network_are_refused(weights, tmp_path, change, words
     ("options", "words"),
     [
         (["--model", "resnet18-1conv"], "needs --pretrained"),
-        (["--model", "lenet5", "--pretrained", "w.safetensors"], "goes with resnet18-1conv"),
+        (["--model", "lenet5", "--pretrained", "w.safetensors"], "is for resnet18-1conv"),
         (["--model", "resnet18-1conv", "--pretrained", "nowhere.safetensors"], "is not there"),
         (["--model", "resnet18-2conv", "--pretrained", __file__], "is not a safetensors file"),
     ],
