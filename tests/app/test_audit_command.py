@@ -78,7 +78,7 @@ def test_a_claim_of_the_paper_falls_with_a_figure_and_a_record(capsys, tmp_path)
 
 
 def test_a_proven_claim_is_not_refuted(capsys):
-    status, out = audit(capsys, "--method", "dpsgd", "--plays", "40", "--alpha", "1e-7")
+    status, out = audit(capsys, "--method", "dpsgd", "--plays", "20", "--alpha", "1e-7")
     assert status == 0
     assert "not refuted" in out
 
@@ -92,7 +92,7 @@ def test_whole_runs_are_played_against_the_accountants_curve(capsys):
         "--sample-rate",
         "0.5",
         "--plays",
-        "40",
+        "20",
         "--alpha",
         "1e-7",
     )
@@ -105,7 +105,7 @@ def test_the_audit_becomes_a_section_of_the_runs_record(capsys, tmp_path):
     run = tmp_path / "run"
     main(["train", "--epochs", "1", "--accountant", "rdp", "--out", str(run), "--json"])
     capsys.readouterr()
-    status, _ = audit(capsys, "--run", str(run), "--plays", "40", "--alpha", "1e-7")
+    status, _ = audit(capsys, "--run", str(run), "--plays", "20", "--alpha", "1e-7")
     assert status == 0
     record = json.loads((run / "record.json").read_text())
     assert record["audit"]["refuted"] is False
@@ -129,7 +129,7 @@ def test_the_audit_of_a_run_plays_its_method_with_its_options(capsys, tmp_path, 
     monkeypatch.setattr(
         claims, "run_case", lambda case, *a, **k: played.append(case) or honest(case, *a, **k)
     )
-    status, _ = audit(capsys, "--run", str(tmp_path), "--plays", "30", "--alpha", "1e-7")
+    status, _ = audit(capsys, "--run", str(tmp_path), "--plays", "20", "--alpha", "1e-7")
     assert status == 0
     assert {name: played[0].options[name] for name in told} == told
     (tmp_path / "record.json").write_text(json.dumps(record | {"settings": {"color": "red"}}))
@@ -141,7 +141,7 @@ def test_all_shares_alpha_out_and_tells_expected_from_unexpected(capsys, monkeyp
     """Two cases in place of twenty; the exit status is 0 only if the proven stands and the paper's falls."""
     paper = next(case for case in claims.CASES if case.name == "GReDP, real noise only")
     proven = claims.CASES[0]
-    played = [claims.run_case(case, 1e-3, 30) for case in (proven, paper)]
+    played = [claims.run_case(case, 1e-3, 20) for case in (proven, paper)]
     seen = []
 
     def rows(verdicts):

@@ -247,8 +247,8 @@ def test_files_that_are_no_archives_are_refused(capsys, tmp_path):
     assert "is not there" in refused(capsys, "train", "--dataset", "mnist", "--data-dir", str(tmp_path))
     whole = own_data(tmp_path / "whole.npz")
     content = Path(whole).read_bytes()
-    for share in range(50):
-        file.write_bytes(content[: len(content) * share // 50])
+    for share in range(20):
+        file.write_bytes(content[: len(content) * share // 20])
         refused(capsys, "train", "--dataset", str(file), "--out", str(tmp_path / "run"))
 
 
@@ -286,7 +286,7 @@ def test_wrong_trainings_are_refused_in_one_line(capsys, tmp_path, arguments, wo
 
 @pytest.mark.filterwarnings("always:δ")
 def test_a_large_delta_is_warned_of_and_taken_only_when_said(capsys, tmp_path):
-    words = ["train", *QUICK, "--batch-size", "600", "--delta"]
+    words = ["train", *QUICK, "--batch-size", "1438", "--delta"]
     main([*words, "1e-4", "--out", str(tmp_path / "warned")])
     said = capsys.readouterr()
     assert "gredp: warning: δ × 1,438 records is 0.14, above 0.1: take δ below 7e-05\n" in said.err

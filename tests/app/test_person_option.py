@@ -66,9 +66,8 @@ def refused(capsys, *arguments: str) -> str:
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("persons")
     table = visits(folder)
-    main(
-        ["train", "--data", str(table), "--person", "patient", "--epochs", "2", "--out", str(folder / "run")]
-    )
+    options = ["--person", "patient", "--epochs", "2", "--accountant", "rdp"]
+    main(["train", "--data", str(table), *options, "--out", str(folder / "run")])
     return folder / "run"
 
 
@@ -112,7 +111,8 @@ def test_the_auditor_plays_a_person_against_the_run(run, capsys):
 )
 def test_a_run_is_resumed_with_its_persons(tmp_path, capsys, options):
     table = visits(tmp_path)
-    settings = TrainSettings(dataset=str(table), person="patient", holdout=0.2, batch_size=5, epochs=1)
+    told = {"batch_size": 5, "epochs": 1, "accountant": "rdp"}
+    settings = TrainSettings(dataset=str(table), person="patient", holdout=0.2, **told)
     from gredp.app.dataset import read_data
     from gredp.app.session import begin
 

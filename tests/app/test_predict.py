@@ -52,6 +52,7 @@ def of_table(tmp_path_factory):
         batch_size=60,
         lr=0.3,
         clipping="automatic",
+        accountant="rdp",
         out=str(folder / "run"),
     )
     return train(settings).folder
@@ -77,6 +78,7 @@ def of_images(tmp_path_factory):
         epochs=6,
         batch_size=40,
         clip_norm=0.1,
+        accountant="rdp",
         lr=1.0,
         data_dir=str(folder / "cache"),
         out=str(folder / "run"),
@@ -211,6 +213,7 @@ def test_a_file_that_does_not_say_how_to_use_it_is_refused(of_table, tmp_path):
 
 
 def test_a_model_whose_noise_is_known_says_so(tmp_path):
-    folder = train(TrainSettings(epochs=1, insecure_seed=1, out=str(tmp_path / "run"))).folder
+    told = {"insecure_seed": 1, "accountant": "rdp"}
+    folder = train(TrainSettings(epochs=1, out=str(tmp_path / "run"), **told)).folder
     with pytest.warns(UserWarning, match="knows --insecure-seed"):
         gredp.load(folder)
