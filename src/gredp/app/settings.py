@@ -136,9 +136,8 @@ class ModelOptions:
     """share of the privacy budget for means and energies of the feature channels, released before training;
     0.02 is plenty, 0 leaves the features as they are"""
     pretrained: str | None = None
-    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. Its third
-    stage and the first block of its fourth compute features; resnet18-1conv and resnet18-2conv take those of
-    that block and train the rest"""
+    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. Its later
+    stages compute features; resnet18-1conv and resnet18-2conv train its last block"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     ema: float = 0.0
