@@ -331,6 +331,10 @@ class PrivateOptimizer(Optimizer):
             self.handed.use(draw)
         self.ledger.charge(self._stage.certificate, rate, self._stage.claimed_multiplier, *self._turns)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # torch's GradScaler asks for it before a step
+        raise GredpError("a GradScaler's factor would be clipped away: leave it out; bfloat16 needs none")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.capture.drop()
         self.original_optimizer.zero_grad(set_to_none)

@@ -53,8 +53,8 @@ def problem(layer: nn.Module) -> str | None:
             return f"{kind} with max_norm rewrites its weights from the batch: set max_norm=None"
         if trainable and layer.scale_grad_by_freq:
             return f"{kind} with scale_grad_by_freq counts ids over the batch: set it to False"
-    elif isinstance(layer, ParametrizationList) and trainable:
-        return f"{kind}: parametrized weights belong to no layer's forward; remove the parametrization first"
+    elif isinstance(layer, ParametrizationList) and trainable and list(layer.buffers()):
+        return f"{kind} keeps numbers of its own (as spectral_norm does): remove the parametrization first"
     elif isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         return f"{kind} has no shapes yet: run one forward before make_private"
     return None
@@ -105,7 +105,7 @@ def replacement(
     recurrent = recurrent_for(layer)
     if recurrent is not None:
         return recurrent.from_stock(layer)
-    if isinstance(layer, nn.MultiheadAttention) and layer.bias_k is None and not layer.add_zero_attn:
+    if isinstance(layer, nn.MultiheadAttention):
         return PrivateMultiheadAttention.from_stock(layer)
     return None
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from gredp import BlockCirculantLinear, PrivateMultiheadAttention, SpectralConv2d, WSConv2d, register_rule
 from gredp.errors import GredpError
@@ -74,6 +76,22 @@ class Counted(Tapered):
 @register_rule(Tapered)
 def tapered(layer: Tapered, x: Tensor, g: Tensor) -> dict[str, PerSampleGradient]:
     return {"weight": Dense(g[:, :, None] * torch.sin(x)[:, None]), "bias": Dense(g)}
+
+
+class Pairs(nn.Module):
+    """Two tensors go into a layer, with a row for each record in both."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Bilinear(2, 3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, :2], torch.tanh(x[:, 2:]))
+
+
+class Upper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu()
 
 
 class Scalar(nn.Module):
@@ -187,6 +205,14 @@ CASES = {
     "circulant, no bias": Case(lambda: C(4, 4, block=2, bias=False), (4,)),
     "attention": Case(SelfAttention, (3, 4)),
     "attention, no bias": Case(lambda: SelfAttention(bias=False), (3, 4)),
+    "attention, a learned and a zero position": Case(
+        lambda: SelfAttention(add_bias_kv=True, add_zero_attn=True), (3, 4)
+    ),
+    "weight norm, linear": Case(lambda: weight_norm(nn.Linear(4, 3)), (2, 4)),
+    "weight norm, conv1d": Case(lambda: weight_norm(nn.Conv1d(2, 3, 3, bias=False)), (2, 5)),
+    "parametrized": Case(lambda: register_parametrization(nn.Linear(4, 3), "weight", Upper()), (4,)),
+    "bilinear": Case(Pairs, (5,)),
+    "embedding bag": Case(lambda: nn.EmbeddingBag(6, 3), (4,), ids=6),
     "bare parameters": Case(Bare, (4,)),
     "bare parameters, positions": Case(Bare, (3, 4)),
     "scalar parameter": Case(Scalar, (3,)),
@@ -194,7 +220,10 @@ CASES = {
     "prelu": Case(lambda: nn.PReLU(3), (3, 4)),
     "root with a parameter and children": Case(Rooted, (4,)),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # of torch.func
+]
 
 
 def cases_where(holds: Callable[[Case], bool]) -> pytest.MarkDecorator:

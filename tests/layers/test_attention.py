@@ -71,12 +71,22 @@ def test_weights_are_returned_only_when_asked_for(batch_first):
 
 
 @pytest.mark.parametrize(
-    "options", [{"bias": False}, {"kdim": 5}, {"vdim": 6}, {"kdim": 5, "vdim": 6}], ids=str
+    "options",
+    [
+        {"bias": False},
+        {"kdim": 5},
+        {"vdim": 6},
+        {"kdim": 5, "vdim": 6},
+        {"add_bias_kv": True},
+        {"add_zero_attn": True, "add_bias_kv": True, "kdim": 5},
+    ],
+    ids=str,
 )
 def test_sizes_and_biases_of_the_stock_module_are_kept(options):
     stock, private = pair(batch_first=True, **options)
     tensors = inputs(True, options.get("kdim", E), options.get("vdim", E))
-    torch.testing.assert_close(private(*tensors)[0], stock(*tensors)[0])
+    for mask in masks().values():
+        torch.testing.assert_close(private(*tensors, **mask), stock(*tensors, **mask))
     assert sum(p.numel() for p in private.parameters()) == sum(p.numel() for p in stock.parameters())
 
 

@@ -146,13 +146,20 @@ class Capture(Received):
         unit = self._by_layer[layer]
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if len(places) != 1 or not isinstance(out, Tensor):
+        inputs = [leaves[i] for i in places]
+        if isinstance(layer, nn.EmbeddingBag) and inputs[0].dim() == 1:
+            raise GredpError(
+                f"{unit.name} (EmbeddingBag) got ids with offsets, which are no rows of records: give it ids "
+                "[batch, length], padded with a padding_idx"
+            )
+        alike = unit.rule is None and len({t.shape[:1] for t in inputs}) == 1
+        if not (len(inputs) == 1 or alike) or not isinstance(out, Tensor):
             raise GredpError(
                 f"{unit.name} ({type(layer).__name__}) takes {len(places)} tensors and returns "
-                f"{type(out).__name__}: per-sample gradients need one tensor in and one out; "
-                "see gredp.fix, or build it from smaller layers"
+                f"{type(out).__name__}: per-sample gradients need one tensor out, and a row per record in "
+                "every tensor that goes in; see gredp.fix, or build it from smaller layers"
             )
-        x = leaves[places[0]].detach()
+        x = inputs[0].detach()
         expected = self._records(x)
         constant = x.dim() > 0 and self._on_zeros.constant(layer, x.shape[0])
         if constant and is_positions(layer, x):
@@ -169,14 +176,14 @@ class Capture(Received):
                 "records, though as many here, and would be clipped in their place; give it [batch, ...] as "
                 "input (position ids by ids.expand(len(x), -1)), or freeze it"
             )
-        forward, version = self._running(), x._version
+        forward, versions = self._running(), [t._version for t in inputs]
 
         def receive(grad: Tensor) -> None:
             if not reaches_weights():
                 return
-            if x._version != version:
+            if versions != [t._version for t in inputs]:
                 raise GredpError(f"{unit.name}: its input was overwritten in place before the backward")
-            self._receive(unit, forward, x, grad.detach(), (leaves, spec, places[0]))
+            self._receive(unit, forward, x, grad.detach(), (leaves, spec, places))
 
         out = in_graph(out, reads_output=unit.rule is None)
         self.reduction.mark(out)

@@ -136,7 +136,7 @@ class Received:
         try:
             if unit.rule is None:
                 with self._pause():  # the generic rule runs the layer again
-                    gradients = generic(unit.layer, list(unit.parameters), x, g, call)
+                    gradients = generic(unit.layer, list(unit.parameters), g, call)
             else:
                 with torch.no_grad():
                     gradients = unit.rule(unit.layer, x, g)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gredp.errors import GredpError
@@ -26,8 +27,8 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Gradients = dict[str, PerSampleGradient]
 #: of a layer of the type it is registered for
 Rule = Callable[[Any, Tensor, Tensor], Gradients]
-#: the flattened arguments of a layer's call, their structure, and which of them is the input
-Call = tuple[list[Any], TreeSpec, int]
+#: the flattened arguments of a layer's call, their structure, and which of them are its inputs
+Call = tuple[list[Any], TreeSpec, list[int]]
 
 RULES: dict[type[nn.Module], Rule] = {}
 
@@ -160,6 +161,8 @@ def _positions(x: Tensor) -> Tensor:
 
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of this type, or of the type it inherits its forward from unchanged."""
+    if is_parametrized(layer):  # its weights are computed from others
+        return None
     for kind in type(layer).__mro__:
         if issubclass(kind, nn.Module) and kind in RULES and type(layer).forward is kind.forward:
             return RULES[kind]
@@ -174,20 +177,22 @@ def grid_axes(layer: nn.Module, parameter: str) -> int:
     return value.dim() - 2 if isinstance(layer, Convolution) else 1
 
 
-def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor, call: Call) -> Gradients:
-    """Any module with one tensor in and one out: the record-wise gradient by `torch.func`.
+def generic(layer: nn.Module, names: list[str], g: Tensor, call: Call) -> Gradients:
+    """Any module with one tensor out, and a row per record in each that goes in: by `torch.func`.
 
     `call` holds the arguments of the user's call, so that those that are not tensors come along.
     """
     shapes = {n: layer.get_parameter(n).shape for n in names}
-    if x.shape[0] == 0:
+    if g.shape[0] == 0:
         return {n: Dense(g.new_zeros(0, *shape), min(1, len(shape))) for n, shape in shapes.items()}
-    leaves, spec, place = call
+    leaves, spec, places = call
+    inputs = {place: full_precision(leaves[place].detach()) for place in places}
     state = {n: full_precision(t.detach()) for n, t in (*layer.named_parameters(), *layer.named_buffers())}
     values = {n: state[n] for n in names}
 
-    def one_record(record: Tensor, out: Tensor) -> dict[str, Tensor]:
-        args, kwargs = tree_unflatten([*leaves[:place], record.unsqueeze(0), *leaves[place + 1 :]], spec)
+    def one_record(record: dict[int, Tensor], out: Tensor) -> dict[str, Tensor]:
+        rows = {place: tensor.unsqueeze(0) for place, tensor in record.items()}
+        args, kwargs = tree_unflatten([rows.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
         def forward(parameters: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(layer, {**state, **parameters}, args, kwargs).squeeze(0)
@@ -195,7 +200,7 @@ def generic(layer: nn.Module, names: list[str], x: Tensor, g: Tensor, call: Call
         return torch.func.vjp(forward, values)[1](out)[0]
 
     try:
-        dense = torch.func.vmap(one_record)(x, g)
+        dense = torch.func.vmap(one_record)(inputs, g)
     except RuntimeError as error:
         if "randomness" in str(error):
             raise GredpError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
 from gredp.errors import GredpError
@@ -48,7 +49,9 @@ def find_units(module: nn.Module) -> list[Unit]:
     units: dict[nn.Module, Unit] = {}
 
     def visit(name: str, layer: nn.Module) -> None:
-        own = {n: p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
+        # What a parametrized weight is computed from lies in a module of its own.
+        below = is_parametrized(layer)
+        own = {n: p for n, p in layer.named_parameters(recurse=below) if p.requires_grad}
         if not own:
             for child, sub in layer.named_children():
                 visit(f"{name}.{child}" if name else child, sub)

@@ -7,6 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class _Appended(nn.Module):
+    """One more position for every record, `[B, T, E]` → `[B, T + 1, E]`, with the same learned numbers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(size))
+        nn.init.normal_(self.bias, std=size**-0.5)  # as stock's Xavier
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.bias.expand(len(x), 1, -1)], 1)
+
+
 class PrivateMultiheadAttention(nn.Module):
     """Stands in for `nn.MultiheadAttention`: the same arguments, masks, defaults and result.
 
@@ -19,6 +31,8 @@ class PrivateMultiheadAttention(nn.Module):
         num_heads: int,
         dropout: float = 0.0,
         bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
@@ -30,6 +44,8 @@ class PrivateMultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(vdim or embed_dim, embed_dim, bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias)
         self.dropout = nn.Dropout(dropout)
+        self.bias_k, self.bias_v = (_Appended(embed_dim) if add_bias_kv else None for _ in "kv")
+        self.add_zero_attn = add_zero_attn
         # nn.TransformerEncoderLayer asks for these before it takes its fused path; this says no.
         self.in_proj_bias = None
         self._qkv_same_embed_dim = False
@@ -48,10 +64,13 @@ class PrivateMultiheadAttention(nn.Module):
         """`[B, T, E]` with `batch_first`, else `[T, B, E]`; masks as the stock module takes them."""
         if not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        q, k, v = (
-            layer(t).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, heads, T, E/heads]
-            for layer, t in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
-        )
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = self.bias_k(k), self.bias_v(v)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        # [B, heads, T, E/heads]
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
         mask = self._mask(attn_mask, key_padding_mask, q)
         if not need_weights:  # torch's fused attention never forms the weights
             rate = self.dropout.p if self.training else 0.0
@@ -80,7 +99,10 @@ class PrivateMultiheadAttention(nn.Module):
             for mask in (pairs, keys)
             if mask is not None
         ]
-        return sum(masks[1:], masks[0]) if masks else None
+        if not masks:
+            return None
+        added = int(self.bias_k is not None) + self.add_zero_attn  # positions that nothing masks
+        return F.pad(sum(masks[1:], masks[0]), (0, added))
 
     @classmethod
     def from_stock(cls, stock: nn.MultiheadAttention) -> "PrivateMultiheadAttention":
@@ -90,6 +112,8 @@ class PrivateMultiheadAttention(nn.Module):
             stock.num_heads,
             stock.dropout,
             stock.in_proj_bias is not None,
+            stock.bias_k is not None,
+            stock.add_zero_attn,
             stock.kdim,
             stock.vdim,
             stock.batch_first,
@@ -106,4 +130,7 @@ class PrivateMultiheadAttention(nn.Module):
                 layer.weight.copy_(weight).requires_grad_(weight.requires_grad)
                 if bias is not None:
                     layer.bias.copy_(bias).requires_grad_(bias.requires_grad)
+            for appended, given in ((new.bias_k, stock.bias_k), (new.bias_v, stock.bias_v)):
+                if appended is not None and given is not None:
+                    appended.bias.copy_(given.flatten()).requires_grad_(given.requires_grad)
         return new.train(stock.training)
