@@ -12,8 +12,8 @@ class _Appended(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.empty(size))
-        nn.init.normal_(self.bias, std=size**-0.5)  # as stock's Xavier
+        self.bias = nn.Parameter(torch.empty(1, 1, size))
+        nn.init.xavier_normal_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x, self.bias.expand(len(x), 1, -1)], 1)
@@ -132,5 +132,5 @@ class PrivateMultiheadAttention(nn.Module):
                     layer.bias.copy_(bias).requires_grad_(bias.requires_grad)
             for appended, given in ((new.bias_k, stock.bias_k), (new.bias_v, stock.bias_v)):
                 if appended is not None and given is not None:
-                    appended.bias.copy_(given.flatten()).requires_grad_(given.requires_grad)
+                    appended.bias.copy_(given).requires_grad_(given.requires_grad)
         return new.train(stock.training)
