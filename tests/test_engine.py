@@ -383,6 +383,7 @@ def test_a_norm_may_come_from_numpy_or_torch(norm):
         ({"noise_multiplier": math.nan}, "0 or more and finite, not nan"),
         ({"noise_multiplier": None}, "0 or more and finite, not None"),
         ({"correlation_bands": math.nan}, "whole number, not nan"),
+        ({"precision": "half"}, "unknown precision 'half': choose one of single, bf16"),
         ({"views": math.nan}, "whole number of at least 1, not nan"),
         ({"poisson_sampling": False}, "Poisson batches only"),
         ({"batch_first": False}, "first dimension"),

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from gredp.budget import Sampling, noise_multiplier
 from gredp.distributed import model_number, reject_differences, run_on_rank_zero, share_weights
-from gredp.errors import GredpError
+from gredp.errors import GredpError, choose
 from gredp.gradient.capture import Capture
 from gredp.gradient.noise import GeneratorSource, SecretSource
 from gredp.gradient.step import PrivateStep
@@ -100,6 +100,7 @@ class PrivacyEngine(OpacusNames):
         records_per_person: int | None = None,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         correlation_bands: int = 1,
+        precision: str = "single",
         **options: Any,
     ) -> Private:
         """Make training private at a given noise; returns `Private`, which unpacks as in Opacus.
@@ -127,6 +128,7 @@ class PrivacyEngine(OpacusNames):
         | `records_per_person` | `None` | with `persons`, records of one that take part in a draw; None is 4 |
         | `noise_schedule` | `None` | public stages (steps, factor of the noise); the last one stays |
         | `correlation_bands` | `1` | b steps over which noise is correlated (docs/theory.md, section 6) |
+        | `precision` | `"single"` | "bf16" rounds products of each record, before norm and sum: quicker |
         | `**options` | | of the method, such as `filter_ratio`, `noise_parts`, `grid`, `exponent` |
 
         Sums are divided by the loader's batch size, whatever was drawn. The gradients of a record's views are
@@ -163,7 +165,8 @@ class PrivacyEngine(OpacusNames):
             raise GredpError("views and persons have no padded spectrum of product form: use grid='kernel'")
         one_unit(self.ledger.entries, sampler.unit)
         expected = float(sampler.expected)
-        capture = Capture(module, loss_reduction, chosen.needs, sampler.views)
+        choose("precision", precision, ("single", "bf16"))
+        capture = Capture(module, loss_reduction, chosen.needs, sampler.views, precision == "bf16")
         try:
             shapes = blocks(module, capture.units)
             if chosen.grid == "padded":
@@ -327,6 +330,9 @@ class PrivacyEngine(OpacusNames):
             return [("nothing spent", "make_private comes first")]
         rows = self.guarantee(self.target_delta or 1e-5).rows()
         assert self._loader is not None
+        assert self._capture is not None
+        if self._capture.rounded:
+            rows.append(("precision", "bfloat16 products, clipped by the norms of what is summed"))
         seeded = self.secret.insecure or self._loader.generator is not None
         if seeded or not isinstance(self._optimizer.private_step.source, SecretSource):
             rows.insert(0, ("INSECURE", "noise or batches come from a seed: anyone who knows it voids ε"))

@@ -10,6 +10,9 @@ import oracles
 from gredp.gradient.convolution import Correlation, correlation, kernels
 from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gram
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
+from gredp.gradient.factored import Outer
+from gredp.gradient.norms import squares
+from gredp.gradient.per_sample import Buffer
 from gredp.spectrum import grid_energy
 
 GEOMETRY = ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))
@@ -143,3 +146,26 @@ def test_every_split_of_the_offsets_gives_the_kernels(
             torch.testing.assert_close(found.grid_energy(), energies, rtol=1e-9, atol=1e-9)
             factors = torch.arange(5.0, dtype=torch.float64)
             torch.testing.assert_close(found.weighted_sum(factors), torch.tensordot(factors, truth, 1))
+
+
+@pytest.mark.parametrize("views", [1, 3])
+def test_of_rounded_products_the_kept_ones_are_measured_and_summed(views):
+    """bf16: norm, energies and sum are of one and the same numbers, which are near the exact ones."""
+    generator = torch.Generator().manual_seed(4)
+    x, g = (torch.randn(6 * views, c, 12, 12, generator=generator) for c in (4, 8))
+    exact = Correlation(x, g, (3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1), views=views)
+    sequence = Outer(*(torch.randn(6, 40, n, generator=generator) for n in (16, 24)))
+    for gradient in (exact, sequence):
+        for spectral in (False, True):
+            kept = gradient.compact(spectral, Buffer(rounded=True))
+            values = kept.dense()
+            error = (values - gradient.dense()).flatten(1).norm(dim=1) / values.flatten(1).norm(dim=1)
+            assert error.min() > 1e-4
+            assert error.max() < 1e-2
+            torch.testing.assert_close(kept.squared_norm(), squares(values), rtol=1e-6, atol=0)
+            energies = grid_energy(values.double(), gradient.grid_axes)
+            torch.testing.assert_close(kept.grid_energy(), energies, rtol=1e-4, atol=1e-6)
+            for record, one in enumerate(torch.eye(6)):
+                assert torch.equal(kept.weighted_sum(one), values[record])
+    double = Correlation(x.double(), g.double(), (3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1), views=views)
+    assert torch.equal(double.compact(False, Buffer(rounded=True)).dense(), double.compact(False).dense())

@@ -4,6 +4,8 @@ N with the records of an attacker who knows floating point: terms so large that 
 they cancel is rounding, of the norm as well as of the sum that all records share.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,10 +41,13 @@ METHODS = {
     "spectral_dp": {"method": "spectral_dp"},
     "shaped": {"method": "gredp", "noise": "shaped"},
 }
+ROUNDED = {"rounded": {"precision": "bf16"}, "rounded shaped": {**METHODS["shaped"], "precision": "bf16"}}
+KEPT = ("positions", "many channels", "few channels", "one axis")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("layer", "method"), [*product(LAYERS, METHODS), *product(KEPT, ROUNDED)], ids="-".join
+)
 def test_what_a_record_adds_is_never_longer_than_the_clip_norm(layer, method):
     """By the double-precision norm, in the weighted domain, of what its factor makes of it in single."""
     torch.manual_seed(0)
@@ -50,7 +55,9 @@ def test_what_a_record_adds_is_never_longer_than_the_clip_norm(layer, method):
     records = 24
     size = 10 ** (3 * torch.rand(records, *[1] * len(shape)))
     x = torch.randint(7, (records, *shape)) if layer == "embedding" else torch.randn(records, *shape) * size
-    model, optimizer, _, _ = make_private(build(), (x, x), clip=CLIP, loss_reduction="sum", **METHODS[method])
+    model, optimizer, _, _ = make_private(
+        build(), (x, x), clip=CLIP, loss_reduction="sum", **(METHODS | ROUNDED)[method]
+    )
     step, out = optimizer.private_step, model(x)
     if step.learned is not None:
         step.learned._squared = 0.1 + 3 * torch.rand_like(step.learned._squared)

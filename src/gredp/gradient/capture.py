@@ -28,11 +28,16 @@ class Capture(Received):
     """Hooks on one model."""
 
     def __init__(
-        self, module: nn.Module, loss_reduction: str = "mean", needs: Needs = "norms", views: int = 1
+        self,
+        module: nn.Module,
+        loss_reduction: str = "mean",
+        needs: Needs = "norms",
+        views: int = 1,
+        rounded: bool = False,
     ) -> None:
         self.module, self.units = module, find_units(module)
         grid_axes = {block.name: len(block.grid) for block in blocks(module, self.units)}
-        super().__init__(loss_reduction, needs, views, grid_axes)
+        super().__init__(loss_reduction, needs, views, grid_axes, rounded)
         self._by_layer = {unit.layer: unit for unit in self.units}
         self._on_zeros = RowsOnZeros(module, set(self._by_layer))
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it

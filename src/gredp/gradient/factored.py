@@ -56,10 +56,11 @@ class Outer(Factored):
         gram = (positions * positions * (o + i) + positions * o * i) / 25
         if positions == 1 or self.batch * o * i > KEPT or gram < positions * o * i / 37 + 0.45 * o * i:
             return self
-        values = (buffer or Buffer()).take((self.batch, o, i), self.left)
+        buffer = buffer or Buffer()
+        values = buffer.take((self.batch, o, i), self.left)
         energies = []
         for part, chunk in self.chunks(o * i):
-            torch.bmm(chunk.left.transpose(1, 2), chunk.right, out=values[part])
+            buffer.multiply(chunk.left.transpose(1, 2), chunk.right, values[part])
             if spectral:
                 energies.append(grid_energy(values[part], 1))
         return Dense(values, 1, torch.cat(energies) if energies else None)

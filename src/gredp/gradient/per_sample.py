@@ -20,10 +20,33 @@ from gredp.spectrum import SMALL, BlockView, grid_energy
 
 
 class Buffer:
-    """Memory for a layer's gradients, step after step: fresh pages would cost as much as filling them."""
+    """Memory for a layer's gradients, step after step: fresh pages would cost as much as filling them.
 
-    def __init__(self) -> None:
+    With `rounded`, products of single precision that are kept in it are those of factors rounded to bfloat16,
+    rounded to bfloat16 themselves.
+
+    Formal guarantee. K and z are those without. Let r(g_i) be the product that is kept for record i: r is a
+    function of that record's factors alone, its norm is taken of the kept numbers, and the sum adds the kept
+    numbers times their factor. So the record moves the sum by r(g_i)·min(1, C/‖r(g_i)‖), of norm at most C,
+    however far r(g_i) is from g_i: no allowance for this rounding is needed, and the noise is what it was.
+    Gradients that are not kept (Gram matrices, single positions) stay in single precision in norm and sum.
+    """
+
+    def __init__(self, rounded: bool = False) -> None:
+        self.rounded = rounded
         self._values: Tensor | None = None
+
+    def multiply(self, left: Tensor, right: Tensor, kept: Tensor | None, more: bool = False) -> Tensor:
+        """The batched product, in `kept` if it is; with `more`, added to what is there."""
+        if kept is not None and self.rounds(kept.dtype):
+            product = torch.bmm(left.bfloat16(), right.bfloat16())
+            return kept.add_(product) if more else kept.copy_(product)
+        if more and kept is not None:
+            return kept.baddbmm_(left, right)
+        return torch.bmm(left, right, out=kept)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        return self.rounded and dtype == torch.float32
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Uninitialized; overwrites whatever was taken before."""
@@ -135,6 +158,11 @@ class Dense(PerSampleGradient):
 
     def grid_energy(self) -> Tensor:
         return super().grid_energy() if self.energies is None else self.energies
+
+    def energy_in(self, view: BlockView) -> Tensor:
+        if self.values.dim() == 1 + view.axes and view.groups is not None:  # all of the block is its grid
+            return view.group_energy(self.values)
+        return super().energy_in(view)
 
 
 def add(first: PerSampleGradient, second: PerSampleGradient, grid_axes: int) -> PerSampleGradient:

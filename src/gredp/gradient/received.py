@@ -36,14 +36,22 @@ class Received:
     `needs` is what the step will ask of a layer, which decides what to keep until then. `views` is the number
     of inputs that belong to each record, side by side in every batch: a record's gradient is that of its mean
     loss over them, one vector that is clipped once. `grid_axes` has each
-    parameter's number of axes of its Fourier grid.
+    parameter's number of axes of its Fourier grid; `rounded` is that of `Buffer`.
     """
 
-    def __init__(self, loss_reduction: str, needs: Needs, views: int, grid_axes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        loss_reduction: str,
+        needs: Needs,
+        views: int,
+        grid_axes: Mapping[str, int],
+        rounded: bool = False,
+    ) -> None:
         self.loss_reduction = loss_reduction
         self.reduction = LossReduction(loss_reduction)
         self.needs = needs
         self.views = views
+        self.rounded = rounded
         self._grid_axes = grid_axes
         self._memory: dict[str, Buffer] = {}
         #: the batches that were handed out so far; None before the first
@@ -159,8 +167,8 @@ class Received:
                 n: v.compact(spectral, self._buffer(unit.parameters.get(n))) for n, v in gradients.items()
             }
 
-    def _buffer(self, name: str | None) -> Buffer | None:
-        """The parameter's own, unless an earlier use of it in this pass still lives there."""
+    def _buffer(self, name: str | None) -> Buffer:
+        """The parameter's own; a new one if an earlier use of it in this pass still lives there."""
         if name is None or name in self._pending:
-            return None
-        return self._memory.setdefault(name, Buffer())
+            return Buffer(self.rounded)
+        return self._memory.setdefault(name, Buffer(self.rounded))

@@ -78,8 +78,10 @@ class Correlation(PerSampleGradient):
         return self._materialized(spectral, buffer)
 
     def _materialized(self, spectral: bool = False, buffer: Buffer | None = None) -> Kernels:
-        values = (buffer or Buffer()).take((self.batch, *self.layout()), self.x)
-        parts = [k.grid_energy() if spectral else k.squared_norm() for _, k in kernels_of(self, values)]
+        buffer = buffer or Buffer()
+        values = buffer.take((self.batch, *self.layout()), self.x)
+        made = kernels_of(self, values, buffer)
+        parts = [k.grid_energy() if spectral else k.squared_norm() for _, k in made]
         taken = {"energies" if spectral else "norms": torch.cat(parts)}
         return Kernels(values, self.shape, self.split, **taken)
 

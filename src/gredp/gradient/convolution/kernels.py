@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.norms import CHUNK, squares
-from gredp.gradient.per_sample import PerSampleGradient
+from gredp.gradient.per_sample import Buffer, PerSampleGradient
 from gredp.spectrum import grid_energy, mirror, real_basis
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class Kernels(PerSampleGradient):
         return Kernels(total, self.shape, self.on_gradient).dense()[0]
 
 
-def kernels_of(correlation: "Correlation", values: Tensor | None = None) -> Iterator[tuple[slice, Kernels]]:
-    """Slices of the batch with their kernels, written into `values` if given.
+def kernels_of(
+    correlation: "Correlation", values: Tensor | None = None, buffer: Buffer | None = None
+) -> Iterator[tuple[slice, Kernels]]:
+    """Slices of the batch with their kernels, written into `values` if given, as their `buffer` multiplies.
 
     κ_δ = Σ_p g_p x_{p+δ}, and where the stride is 1 also Σ_p g_{p−δ} x_p. So the offsets of some
     axes may shift copies of the input, those of others copies of the output gradient, and one
@@ -91,7 +94,8 @@ def kernels_of(correlation: "Correlation", values: Tensor | None = None) -> Iter
     step = max(1, min(chunk // max(1, copies * correlation.views + result), correlation.batch))
     most = max(1, chunk // max(1, copies))
     views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= most)
-    zeros = correlation.x.new_zeros
+    buffer, dtype = buffer or Buffer(), correlation.x.dtype
+    zeros = partial(correlation.x.new_zeros, dtype=torch.bfloat16 if buffer.rounds(dtype) else dtype)
     shift_input = _shifts(correlation, zeros(step, groups, inner, channels, views, *positions), False)
     shift_gradient = _shifts(correlation, zeros(step, groups, outer, outputs, views, *positions), True)
     for start in range(0, max(1, correlation.batch), step):  # one slice of no records too
@@ -100,11 +104,9 @@ def kernels_of(correlation: "Correlation", values: Tensor | None = None) -> Iter
         for first in range(0, correlation.views, views):
             x, gradient = _inputs(correlation, part, slice(first, first + views))
             left, right = shift_input(x), shift_gradient(gradient).transpose(1, 2)
-            if first == 0:
-                product = torch.bmm(left, right, out=target)
-            else:
-                product.baddbmm_(left, right)
-        yield part, Kernels(product.view(-1, *layout), correlation.shape, split)
+            target = buffer.multiply(left, right, target, more=first > 0)
+        assert target is not None  # a record has at least one view
+        yield part, Kernels(target.view(-1, *layout), correlation.shape, split)
 
 
 def _inputs(correlation: "Correlation", part: slice, views: slice) -> tuple[Tensor, Tensor]:
