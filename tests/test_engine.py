@@ -313,6 +313,22 @@ def test_in_place_layers_and_half_precision_parameters():
     assert all(p.grad.dtype == torch.bfloat16 and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def test_under_autocast_one_record_moves_a_sum_by_at_most_the_clip_norm_and_no_other_record():
+    x, y = records(40)
+    sums = []
+    for count in (40, 39):
+        data = (x[:count], y[:count])
+        model, optimizer, _, _ = make_private(
+            small_model(), data, clip=0.5, batch_size=39, loss_reduction="sum"
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(data[0]), data[1], reduction="sum")
+        loss.backward()
+        optimizer.step()
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+    assert 0.45 < float((sums[0] - sums[1]).norm()) <= 0.5 * (1 + 1e-5)
+
+
 def test_shaped_noise_learns_from_releases_only():
     """Weights of a step are fixed before its records are seen, and move after it."""
     x, y = records(64)

@@ -112,8 +112,8 @@ class Received:
         if self.loss_reduction == "mean" and full_precision(g) is not g:
             raise GredpError(
                 f"{unit.name}: gradients of a mean loss in {str(g.dtype).removeprefix('torch.')} are rounded "
-                "after the division by the batch, which couples its records: use loss_reduction='sum' and "
-                "the sum of the records' losses, or single precision"
+                "after the division by the batch, which couples its records: use loss_reduction='sum', the "
+                "sum of the records' losses and a learning rate divided by the batch size, or single precision"
             )
         with exact(g.device):
             gradients = self._gradients(unit, full_precision(x), full_precision(g), call)
