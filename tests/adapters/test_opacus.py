@@ -157,5 +157,6 @@ CALLED = [
     opacus.data_loader.DPDataLoader,
     opacus.utils.batch_memory_manager.BatchMemoryManager,
     opacus.validators.ModuleValidator,
+    *(getattr(opacus.layers, name).__init__ for name in ("DPLSTM", "DPGRU", "DPRNN", "DPMultiheadAttention")),
     *(getattr(opacus.schedulers, name) for name in opacus.schedulers.__all__ if not name.startswith("_")),
 ]
