@@ -75,7 +75,9 @@ def test_a_checkpoint_under_their_names_keeps_what_was_spent(tmp_path):
     epoch(model, optimizer, loader)
     engine.save_checkpoint(path=tmp_path / "run", module=model, checkpoint_dict={"epoch": 1})
     spent, weights = engine.get_epsilon(1e-5), model.weight.clone()
+    assert model._module is model
     engine.detach()
+    assert not hasattr(model, "_module")
     again = PrivacyEngine(accountant="rdp")
     model, optimizer, loader = private(again)
     assert again.load_checkpoint(path=tmp_path / "run", module=model, optimizer=optimizer) == {"epoch": 1}

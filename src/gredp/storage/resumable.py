@@ -159,6 +159,9 @@ class Resumable:
         self.ledger.ceiling = None
         if self._capture is not None:
             self._capture.detach()
+            attributes = vars(self._capture.module)
+            if attributes.get("_module") is self._capture.module:  # Opacus' name, given by make_private
+                del attributes["_module"]
             self._capture = None
         if self._folder is not None:
             self._folder.close()
