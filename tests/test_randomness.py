@@ -11,9 +11,11 @@ import pickle
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from scipy import stats
 
 from gredp import GredpError, PrivacyEngine
 from gredp.app.cli import main
+from gredp.chacha import chacha20
 from gredp.gradient.noise import SecretSource
 from gredp.randomness import Secret
 from gredp.sampling import PoissonBatchSampler
@@ -42,6 +44,29 @@ def test_the_keystream_is_aes_in_counter_mode():
     stream = bytes(Secret(1).keystream(1 << 16, "noise"))[: 1 << 16]
     ones = sum(byte.bit_count() for byte in stream)
     assert abs(ones - (1 << 18)) <= 6 * math.sqrt(1 << 17)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 1000])
+def test_chacha20_on_tensors_is_the_cipher_of_that_name(blocks):
+    """Bit for bit, against OpenSSL's: the operations are the same on every device."""
+    key = bytes(Secret(blocks).keystream(32, "key")[:32])
+    truth = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(64 * blocks))
+    assert chacha20(key, blocks, torch.device("cpu")).numpy().tobytes() == truth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_of_a_device_is_normal_and_never_the_same(dtype, monkeypatch):
+    """The CPU in the place of another device: its words are ChaCha20's."""
+
+    def words(self, count, device, purpose, *numbers):
+        return chacha20(self._key_for(purpose, *numbers), -(-count // 16), device)[:count]
+
+    monkeypatch.setattr(Secret, "words", words)
+    source = SecretSource(Secret(2))
+    source.begin(1)
+    first, second = (source.normal((40_001,), torch.zeros(1, dtype=dtype)).double() for _ in range(2))
+    assert stats.kstest(first, "norm").pvalue > 1e-6
+    assert abs(float((first * second).mean())) <= 6 / math.sqrt(len(first))
 
 
 def test_uniform_numbers_lie_above_zero_and_have_53_bits():

@@ -1,7 +1,7 @@
 """Where secret random numbers come from: a 256-bit secret of the process, a keystream for each use of it.
 
 Formal guarantee. key = HMAC-SHA256(secret, purpose, incarnation, numbers), and the bits are AES-256 in
-counter mode under that key: without the secret they look uniform. The
+counter mode under that key, on devices other than the CPU ChaCha20: without the secret they look uniform. The
 secret comes from the operating system, is written nowhere and is gone with the process, so a run that is
 resumed cannot repeat a draw even if it wanted to.
 """
@@ -19,7 +19,10 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from gredp.chacha import chacha20
 from gredp.errors import GredpError
+
+CPU = torch.device("cpu")
 
 
 class Secret:
@@ -43,20 +46,32 @@ class Secret:
         """A number that nobody was given before."""
         return next(self._numbers)
 
-    def keystream(self, size: int, purpose: str, *numbers: int) -> bytearray:
-        """`size` bytes, and a few more at the end that are not random."""
+    def _key_for(self, purpose: str, *numbers: int) -> bytes:
         if os.getpid() != self._process:
             raise GredpError("a secret stays in its process: a forked one would repeat its draws")
         label = "/".join([purpose, *map(str, (self.incarnation, *numbers))])
-        key = hmac.digest(self._key, label.encode(), "sha256")
+        return hmac.digest(self._key, label.encode(), "sha256")
+
+    def keystream(self, size: int, purpose: str, *numbers: int) -> bytearray:
+        """`size` bytes, and a few more at the end that are not random."""
+        key = self._key_for(purpose, *numbers)
         stream = bytearray(size + 15)
         # A key is used once, so the counter may begin at zero.
         Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update_into(bytes(size), stream)
         return stream
 
+    def words(self, count: int, device: torch.device, purpose: str, *numbers: int) -> Tensor:
+        """`[count]` of int32, made where they are used: nothing is copied to the device but a key."""
+        if not count:
+            return torch.zeros(0, dtype=torch.int32, device=device)
+        if device.type == "cpu":
+            stream = self.keystream(4 * count, purpose, *numbers)
+            return torch.frombuffer(stream, dtype=torch.int32, count=count)
+        return chacha20(self._key_for(purpose, *numbers), -(-count // 16), device)[:count]
+
     def uniform(self, count: int, purpose: str, *numbers: int) -> Tensor:
         """`[count]` of float64 in (0, 1], multiples of 2⁻⁵³."""
-        return unit_interval(self.keystream(8 * count, purpose, *numbers), count)
+        return unit_interval(self.words(2 * count, CPU, purpose, *numbers).view(torch.int64))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GredpError("a secret cannot be copied or stored: a copy would repeat its draws")
@@ -92,9 +107,6 @@ class Split:
         return torch.from_numpy((words % np.uint64(self.parts)).astype(np.int64))
 
 
-def unit_interval(stream: bytearray, count: int) -> Tensor:
-    """The first 8·count bytes as `[count]` of float64 in (0, 1]; 53 bits each, no rounding."""
-    if not count:
-        return torch.zeros(0, dtype=torch.float64)
-    words = torch.frombuffer(stream, dtype=torch.int64, count=count)
+def unit_interval(words: Tensor) -> Tensor:
+    """int64 → float64 in (0, 1]; 53 bits each, no rounding."""
     return (words >> 11).double().add_(2.0**52 + 1).mul_(2.0**-53)

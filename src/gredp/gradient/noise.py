@@ -18,6 +18,8 @@ from gredp.randomness import Secret, unit_interval
 
 #: normal numbers drawn at a time; more of them would leave the processor's cache and take twice as long
 IN_CACHE = 1 << 17
+#: the same on devices other than the CPU, where few large operations are quickest: 64 MiB of key stream
+AT_ONCE = 1 << 24
 
 
 class NoiseSource(Protocol):
@@ -49,29 +51,29 @@ class SecretSource:
     def normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         self._block += 1
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        values = torch.empty(math.prod(shape), dtype=dtype)
-        for start in range(0, len(values), IN_CACHE):
-            self._fill(values[start : start + IN_CACHE], start)
-        return values.view(shape).to(device=like.device, dtype=like.dtype)
+        values = torch.empty(math.prod(shape), dtype=dtype, device=like.device)
+        at_once = IN_CACHE if like.device.type == "cpu" else AT_ONCE
+        for start in range(0, len(values), at_once):
+            self._fill(values[start : start + at_once], start)
+        return values.view(shape).to(like.dtype)
 
     def _fill(self, out: Tensor, start: int) -> None:
         half, place = (len(out) + 1) // 2, (self._step, self._block, start)
         double = out.dtype == torch.float64
-        width = 8 if double else 4
-        stream = self.secret.keystream(2 * width * half, "noise", *place)
+        words = self.secret.words((4 if double else 2) * half, out.device, "noise", *place)
         if double:
-            radius = unit_interval(stream, half)
-            turns = torch.frombuffer(stream, dtype=torch.int64, count=half, offset=8 * half).double()
+            words = words.view(torch.int64)
+            radius = unit_interval(words[:half])
         else:
-            words = torch.frombuffer(stream, dtype=torch.uint32, count=half)
-            radius = words.float()
+            unsigned = words[:half].view(torch.uint32) if out.is_cpu else words[:half].long() & 0xFFFFFFFF
+            radius = unsigned.float()
             smallest = (radius == 0).nonzero().flatten()
             radius.mul_(2.0**-32)
             if len(smallest):  # the tail: once in 2³² draws
-                radius[smallest] = self.secret.uniform(len(smallest), "tail", *place).mul_(2.0**-32).float()
-            turns = torch.frombuffer(stream, dtype=torch.int32, count=half, offset=4 * half).float()
+                tail = self.secret.uniform(len(smallest), "tail", *place)
+                radius[smallest] = tail.mul_(2.0**-32).to(radius)
         radius.log_().mul_(-2).sqrt_()
-        angle = turns.mul_(math.pi / 2.0 ** (8 * width - 1))
+        angle = words[half:].to(out.dtype).mul_(math.pi / 2.0 ** (8 * words.element_size() - 1))
         torch.cos(angle, out=out[:half]).mul_(radius)
         rest = len(out) - half
         torch.sin(angle[:rest], out=out[half:]).mul_(radius[:rest])
