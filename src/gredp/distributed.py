@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from gredp.errors import GredpError, OutOfStep, PeerFailed
 
@@ -66,7 +67,11 @@ def process_group() -> Iterator[None]:
     except (ValueError, OverflowError):
         raise GredpError(f"GREDP_TIMEOUT_SECONDS must be a number of seconds, not {seconds!r}") from None
     try:
-        dist.init_process_group("gloo", timeout=timeout)
+        store, number, world = next(iter(rendezvous("env://", timeout=timeout)))
+        # torchrun keeps its store over restarts, with the addresses of processes that are gone.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start {start}", store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise GredpError(f"the processes could not join: {_first_line(error)}") from None
     finish()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from children import (
     STEPS,
     TARGET,
@@ -24,6 +25,7 @@ from children import (
 
 import gredp.gradient.step as step
 from gredp.app.cli import main
+from gredp.distributed import process_group
 from gredp.storage.run_folder import RunFolder
 from ranks import wait
 
@@ -259,6 +261,30 @@ def test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder):
 # ------------------------------------------------------------------ as typed
 
 
+def join(port: int, rank: int, start: int) -> int:
+    """A process of a group whose addresses are in a store that outlives it, as that of torchrun does."""
+    child = os.fork()
+    if child:
+        return child
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
+    kept = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": start}
+    os.environ.update({name: str(value) for name, value in (where | kept).items()})
+    try:
+        time.sleep(rank * start)  # the first one finds what the second left before
+        with process_group():
+            dist.barrier()
+            os._exit(0)
+    finally:
+        os._exit(70)
+
+
+@pytest.mark.fault("lost rank")
+def test_restarted_processes_do_not_look_for_those_that_are_gone():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for start in (0, 1):
+        assert ends([join(store.port, rank, start) for rank in (0, 1)], 10) == [0, 0]
+
+
 def torchrun(folder: Path, *arguments: str) -> subprocess.Popen:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     rest = [
@@ -267,7 +293,7 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.Popen:
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GREDP_TIMEOUT_SECONDS": "60"}
     return subprocess.Popen(
         [*launcher, *rest, *arguments],
         stderr=subprocess.PIPE,
@@ -282,14 +308,18 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.Popen:
 def test_torchrun_restarts_a_run_whose_process_was_killed(folder):
     arguments = train_arguments(folder, "--epochs", "60", "--checkpoint-seconds", "0.2")
     training = torchrun(folder, "--max-restarts=1", "-m", "gredp", *arguments)
-    ledger, deadline = folder / "run" / "ledger", time.monotonic() + 60
-    while not (ledger.exists() and ledger.read_bytes().count(b'"line": "step"') >= 30):
-        assert time.monotonic() < deadline
-        assert training.poll() is None, training.communicate()
-        time.sleep(0.02)
-    holder = int((folder / "run" / "lock").read_text())
-    os.kill(holder, signal.SIGKILL)
-    out, err = training.communicate(timeout=120)
+    ledger, deadline = folder / "run" / "ledger", time.monotonic() + 120
+    try:
+        while not (ledger.exists() and ledger.read_bytes().count(b'"line": "step"') >= 30):
+            assert time.monotonic() < deadline
+            assert training.poll() is None, training.communicate()
+            time.sleep(0.02)
+        holder = int((folder / "run" / "lock").read_text())
+        os.kill(holder, signal.SIGKILL)
+        out, err = training.communicate(timeout=180)
+    finally:
+        training.terminate()  # with its processes, which would outlive a test that fails
+        training.wait(60)
     assert training.returncode == 0, err
     record = json.loads((folder / "run" / "record.json").read_text())
     assert (record["starts"], record["processes"], record["guarantee"]["steps"]) == (2, 2, 300)
