@@ -36,7 +36,7 @@ FLAT = 1e-6
 #: how many images of which side the filters come from, and the seed of both
 LEAVES, LEAVES_SIDE, SEED = 16, 64, 23
 #: records at a time: more would leave the processor's cache
-CHUNK = 8
+CHUNK = 4
 
 
 class Patches:
@@ -88,7 +88,7 @@ class PatchNetwork(nn.Module):
         self.photograph = channels > 1
         self.register_buffer("whitening", whitening.float().view(-1, channels, SIDE, SIDE))
         self.register_buffer("filters", filters.float())
-        self.register_buffer("cells", torch.kron(rows, columns).mT.float().contiguous())
+        self.register_buffer("cells", torch.kron(rows, columns).float())
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.photograph:
@@ -98,9 +98,9 @@ class PatchNetwork(nn.Module):
     def _of(self, x: Tensor) -> Tensor:
         z = F.conv2d(x, self.whitening, stride=STRIDE).flatten(2)
         z = z / (z.square().sum(1, keepdim=True) + FLAT).sqrt()
-        cosine = self.filters @ z
-        above, below = F.relu(cosine - THRESHOLD) @ self.cells, F.relu(-cosine - THRESHOLD) @ self.cells
-        return GAIN * torch.cat([above, below], 1).unflatten(2, (GRID, GRID))
+        shrunk = F.softshrink(z.mT @ self.filters.mT, THRESHOLD)
+        net, whole = self.cells @ shrunk, self.cells @ shrunk.abs()  # above less below, and their sum
+        return torch.cat([whole + net, whole - net], 2).mT.unflatten(2, (GRID, GRID)) * (GAIN / 2)
 
 
 class Beside(nn.Module):
