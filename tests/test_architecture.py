@@ -80,8 +80,9 @@ from torch.utils.data import DataLoader, TensorDataset
 for name in gredp.__all__:
     if name != "load":  # what the command line has trained
         getattr(gredp, name)
+import gredp.privacy.loss_distribution
 model = torch.nn.Linear(3, 2)
-engine = gredp.PrivacyEngine()
+engine = gredp.PrivacyEngine(accountant="rdp")
 model, optimizer, loader = engine.make_private_with_epsilon(
     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), epochs=1,
     data_loader=DataLoader(TensorDataset(torch.randn(20, 3), torch.zeros(20).long()), batch_size=5),

@@ -127,7 +127,7 @@ WRONG = {
 @pytest.mark.parametrize("declared", WRONG)
 def test_any_loss_is_known_by_how_gradients_follow_the_size_of_batches(declared):
     with pytest.raises(GredpError, match=r"follow the size of the batch.* the steps so far does not hold"):
-        train(declared, WRONG[declared], 1200)
+        train(declared, WRONG[declared], 800)
 
 
 @pytest.mark.parametrize("declared", WRONG)

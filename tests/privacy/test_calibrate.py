@@ -81,7 +81,7 @@ def test_the_quick_bound_is_the_accountants_at_whole_orders(monkeypatch, spent):
 
 
 @pytest.mark.parametrize(
-    ("accountant", "count"), [("rdp", 500), ("pld", 12), pytest.param("pld", 40, marks=pytest.mark.slow)]
+    ("accountant", "count"), [("rdp", 200), ("pld", 6), pytest.param("pld", 40, marks=pytest.mark.slow)]
 )
 def test_calibrated_epsilon_is_within_the_target_and_z_the_least_on_random_cases(
     monkeypatch, accountant, count
