@@ -46,6 +46,7 @@ import test_cyclic
 import test_distributed
 import test_draws
 import test_engine
+import test_fixed_and_weighted
 import test_persons
 import test_randomness
 import test_sampling
@@ -290,6 +291,14 @@ MUTANTS = [
         bugs.norms_without_their_allowance,
         test_rounding.test_what_a_record_adds_is_never_longer_than_the_clip_norm,
         ("many channels", "dpsgd"),
+    ),
+    Mutant(
+        bugs.an_order_for_each_step,
+        test_fixed_and_weighted.test_an_epoch_costs_one_mechanism_without_amplification,
+    ),
+    Mutant(
+        bugs.weights_charged_at_their_mean,
+        test_fixed_and_weighted.test_weights_are_charged_at_the_largest_probability,
     ),
     Mutant(bugs.noise_of_the_first_norm, test_adaptive.test_noise_follows_the_norm_and_counts_are_noised),
     Mutant(bugs.counts_without_noise, test_adaptive.test_noise_follows_the_norm_and_counts_are_noised),

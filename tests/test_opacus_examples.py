@@ -284,7 +284,8 @@ def padded_rows(batch):
     return x, torch.stack([row["label"] for row in batch]).long()
 
 
-@pytest.mark.parametrize("poisson", [True])
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+@pytest.mark.parametrize("poisson", [True, False])
 def test_imdb(tmp_path, poisson):
     rows = [{"input_ids": 1 + torch.arange(2 + i % 5), "label": torch.tensor(i % 2)} for i in range(30)]
     loader = DataLoader(rows, batch_size=6, collate_fn=padded_rows, shuffle=True)

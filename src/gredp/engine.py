@@ -28,12 +28,13 @@ from gredp.privacy.accountant import Accountant, check_delta_for, epsilon
 from gredp.privacy.ledger import one_unit
 from gredp.privacy.paper_claims import claimed_epsilon
 from gredp.privacy.schedule import NoiseSchedule
-from gredp.randomness import Secret, Split
+from gredp.randomness import Secret
 from gredp.request_checks import (
     check_criterion,
     check_parameters,
     check_request,
     checked_schedule,
+    warn_of_fixed_batches,
     whole_bands,
 )
 from gredp.sampling import PrivateLoader, poisson_loader
@@ -98,6 +99,7 @@ class PrivacyEngine(OpacusNames):
         views: int = 1,
         persons: PersonIds | None = None,
         records_per_person: int | None = None,
+        weights: Sequence[float] | torch.Tensor | None = None,
         noise_schedule: Sequence[tuple[int, float]] | NoiseSchedule | None = None,
         correlation_bands: int = 1,
         precision: str = "single",
@@ -115,7 +117,7 @@ class PrivacyEngine(OpacusNames):
         | `max_grad_norm` | | clipping norm of a record's gradient, or one for each layer or parameter |
         | `batch_first` | `True` | records are the first dimension; False is rejected |
         | `loss_reduction` | `"mean"` | how the loss joins the records of a batch: "mean" or "sum" |
-        | `poisson_sampling` | `True` | each record joins each batch independently; False is rejected |
+        | `poisson_sampling` | `True` | each record joins each batch by itself; False: fixed batches |
         | `clipping` | `None` | "flat" (the default), "automatic", "per_layer", "adaptive", and others |
         | `noise_generator` | `None` | for tests: ε does not hold against anyone who knows its seed |
         | `grad_sample_mode` | `"hooks"` | Opacus' modes mean the same here; "ghost" returns `criterion` too |
@@ -126,6 +128,7 @@ class PrivacyEngine(OpacusNames):
         | `views` | `1` | inputs of each drawn record, side by side: random transforms give as many views |
         | `persons` | `None` | the id of each record's person, or person → record numbers: ε is then theirs |
         | `records_per_person` | `None` | with `persons`, records of one that take part in a draw; None is 4 |
+        | `weights` | `None` | public, of each record: how often it is drawn; ε is that of the heaviest |
         | `noise_schedule` | `None` | public stages (steps, factor of the noise); the last one stays |
         | `correlation_bands` | `1` | b steps over which noise is correlated (docs/theory.md, section 6) |
         | `precision` | `"single"` | "bf16" rounds products of each record, before norm and sum: quicker |
@@ -141,7 +144,7 @@ class PrivacyEngine(OpacusNames):
         |---|---|
         | a layer that mixes records, a parameter that no rule covers | rejected by name |
         | a trainable parameter that the optimizer lacks, or one that is not the model's | rejected |
-        | poisson_sampling=False, a model in torch's DistributedDataParallel | rejected |
+        | a model in torch's DistributedDataParallel | rejected |
         | a record without one person; `persons` after steps without them, or the reverse | rejected |
         | several processes | train as one, from the first one's weights; rejected if their settings differ |
         | correlation_bands·q above 1; correlation bands with `claim="paper"`, plain, a schedule | rejected |
@@ -151,16 +154,14 @@ class PrivacyEngine(OpacusNames):
         keep_freed_memory()
         bands = whole_bands(correlation_bands)
         chosen = mechanism(method, noise, claim, clipping, bands, **without_opacus_options(options))
-        schedule = checked_schedule(noise_schedule, bands)
-        check_request(batch_first, loss_reduction, poisson_sampling, grad_sample_mode)
+        schedule = checked_schedule(noise_schedule, bands, poisson_sampling)
+        check_request(batch_first, loss_reduction, grad_sample_mode)
         check_criterion(criterion, loss_reduction)
         check_parameters(module, optimizer)
-        split = None
-        if bands > 1:
-            split = Split(bytes(self.secret.keystream(32, "split", self.secret.fresh())[:32]), bands)
-        whose = persons, records_per_person
+        split = self.secret.split(bands) if bands > 1 else None
+        whose = persons, records_per_person, weights, not poisson_sampling
         loader = poisson_loader(data_loader, sample_rate, self.secret, views, split, *whose)
-        sampler = loader.poisson
+        sampler, split = loader.poisson, loader.poisson.split
         if sampler.views != 1 and chosen.grid == "padded":
             raise GredpError("views and persons have no padded spectrum of product form: use grid='kernel'")
         one_unit(self.ledger.entries, sampler.unit)
@@ -200,6 +201,8 @@ class PrivacyEngine(OpacusNames):
         capture.state.remember()
         module.__dict__.setdefault("_module", module)  # what Opacus returns has the model there
         self._optimizer, self.requested_multiplier, self._loader = private, noise_multiplier, loader
+        if not poisson_sampling and private.noise_multiplier:
+            warn_of_fixed_batches(private.noise_multiplier, sampler)
         if split is not None:
             self._use_split(run_on_rank_zero(lambda: (None, split.key), "the split of the records")[1])
         if grad_sample_mode == "ghost":
@@ -255,18 +258,22 @@ class PrivacyEngine(OpacusNames):
             raise GredpError(f"the number of epochs must be a positive whole number, not {epochs}")
         check_parameters(module, optimizer)
         views, rate = request.get("views", 1), request.get("sample_rate")
-        whose = request.get("persons"), request.get("records_per_person")
+        fixed = not request.get("poisson_sampling", True)
+        whose = request.get("persons"), request.get("records_per_person"), request.get("weights"), fixed
         sampler = poisson_loader(data_loader, rate, self.secret, views, None, *whose).poisson
         one_unit(self.ledger.entries, sampler.unit)
         bands = request.get("correlation_bands", 1)
-        schedule, bands = checked_schedule(request.get("noise_schedule"), bands), whole_bands(bands)
+        schedule = checked_schedule(request.get("noise_schedule"), bands, not fixed)
+        bands, rate = whole_bands(bands), sampler.turn_rate
+        if fixed:
+            bands, rate = sampler.steps, sampler.sample_rate
         multiplier = 0.0
         if request.get("method") != "plain":
             check_delta_for(target_delta, sampler.expected / sampler.sample_rate, allow_large_delta)
             multiplier = noise_multiplier(
                 target_epsilon,
                 target_delta,
-                Sampling(sampler.sample_rate, int(epochs) * sampler.steps, bands),
+                Sampling(rate, int(epochs) * sampler.steps, bands),
                 claim=request.get("claim", "proven"),
                 accountant=self.accountant.name,
                 spent=self.ledger.entries,
@@ -297,13 +304,6 @@ class PrivacyEngine(OpacusNames):
     def get_claimed_epsilon(self, delta: float) -> float | None:
         """What the paper would report for the same run; None where it makes no claim."""
         return claimed_epsilon(self.ledger.entries, delta)
-
-    @staticmethod
-    def is_compatible(
-        *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None
-    ) -> bool:
-        """Whether `make_private` would take this model."""
-        return not validate(module)
 
     def summary(self, model: nn.Module | None = None, example: Any = None, batch: int = 1) -> Summary:
         """The layers that are trained privately: rule, parameters, memory for each of `batch` records.

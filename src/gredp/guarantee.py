@@ -12,6 +12,7 @@ from gredp.privacy.paper_claims import claimed_epsilon
 NEIGHBORS: dict[Unit, str] = {
     "record": "add or remove one record",
     "person": "add or remove one person, with all of their records",
+    "blanked record": "blank one record, their number being public",
 }
 
 
@@ -80,7 +81,10 @@ class Guarantee(Mapping[str, Any]):
 
     def rows(self) -> list[tuple[str, str]]:
         """For a table, the proven ε first."""
-        claimed, turns = self._contested, in_turns(self.correlation_bands)
+        claimed, turns = (
+            self._contested,
+            in_turns(self.correlation_bands, self.neighbors == NEIGHBORS["blanked record"]),
+        )
         return [
             ("proven ε", f"{round_up(self.proven_epsilon)} at δ = {self.delta:g}, {self.neighbors}"),
             *([] if claimed is None else [("claimed ε (paper)", f"{round_up(claimed)} for the same noise")]),

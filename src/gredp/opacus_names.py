@@ -31,6 +31,13 @@ class OpacusNames(Resumable):
         return fixed
 
     @staticmethod
+    def is_compatible(
+        *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None
+    ) -> bool:
+        """Whether `make_private` would take this model."""
+        return not validate(module)
+
+    @staticmethod
     def validate(*, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None) -> None:
         """Raise the first reason why `make_private` would reject this model."""
         for error in validate(module):

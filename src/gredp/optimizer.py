@@ -314,7 +314,7 @@ class PrivateOptimizer(Optimizer):
         given = "a batch of your own" if draw is None else f"that of step {draw.turn + 1}"
         raise GredpError(
             f"step {self.next_turn + 1} needs the batch that the loader drew for it, not {given}: with "
-            "correlation bands, step on each batch once, in order, before taking the next"
+            "correlation bands or fixed batches, step on each batch once, in order, before taking the next"
         )
 
     def _charge(self, draw: Draw | None) -> None:

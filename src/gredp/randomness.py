@@ -69,6 +69,10 @@ class Secret:
             return torch.frombuffer(stream, dtype=torch.int32, count=count)
         return chacha20(self._key_for(purpose, *numbers), -(-count // 16), device)[:count]
 
+    def split(self, parts: int) -> "Split":
+        """A new one, into so many parts."""
+        return Split(bytes(self.keystream(32, "split", self.fresh())[:32]), parts)
+
     def uniform(self, count: int, purpose: str, *numbers: int) -> Tensor:
         """`[count]` of float64 in (0, 1], multiples of 2⁻⁵³."""
         return unit_interval(self.words(2 * count, CPU, purpose, *numbers).view(torch.int64))
@@ -99,12 +103,19 @@ class Split:
 
     def part_of(self, records: Tensor) -> Tensor:
         """`[n]` of record numbers → `[n]` of parts."""
+        return torch.from_numpy((self._words(records, 0) % np.uint64(self.parts)).astype(np.int64))
+
+    def shuffled(self, records: int, epoch: int) -> Tensor:
+        """All record numbers in the order of this epoch, the same in every process."""
+        order = np.argsort(self._words(torch.arange(records), epoch + 1), kind="stable")
+        return torch.from_numpy(order.astype(np.int64))
+
+    def _words(self, records: Tensor, round_: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
         blocks = np.zeros((len(records), 2), dtype="<u8")
-        blocks[:, 0] = records.numpy()
-        # Each number is encrypted once under this key, so the cipher is the keyed function itself.
+        blocks[:, 0], blocks[:, 1] = records.numpy(), round_
+        # Each pair is encrypted once under this key, so the cipher is the keyed function itself.
         cipher = Cipher(algorithms.AES(self.key), modes.ECB()).encryptor()
-        words = np.frombuffer(cipher.update(blocks.tobytes()), dtype="<u8").reshape(-1, 2)[:, 0]
-        return torch.from_numpy((words % np.uint64(self.parts)).astype(np.int64))
+        return np.frombuffer(cipher.update(blocks.tobytes()), dtype="<u8").reshape(-1, 2)[:, 0]
 
 
 def unit_interval(words: Tensor) -> Tensor:

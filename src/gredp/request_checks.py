@@ -1,5 +1,6 @@
 """Rejects, in one line each, requests to `make_private` that cannot be certified."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,10 @@ from torch.optim import Optimizer
 
 from gredp.errors import GredpError
 from gredp.optimizer import PrivateOptimizer
+from gredp.privacy.accountant import epsilon
+from gredp.privacy.ledger import Entry
 from gredp.privacy.schedule import NoiseSchedule
+from gredp.sampling.samplers import PoissonBatchSampler
 from gredp.validation import validate
 
 #: modes of Opacus that differ in how gradients are computed, not in what is computed
@@ -24,22 +28,34 @@ def whole_bands(bands: int | str) -> int:
 
 
 def checked_schedule(
-    stages: Sequence[tuple[int, float]] | NoiseSchedule | None, bands: int | str
+    stages: Sequence[tuple[int, float]] | NoiseSchedule | None, bands: int | str, poisson: bool = True
 ) -> NoiseSchedule:
     """Rejected with bands: later steps take noise back, and the proof has one deviation for all steps."""
     schedule = NoiseSchedule.of(stages)
+    if not poisson and not schedule.constant:
+        raise GredpError("fixed batches are charged by epoch, at one noise: a schedule needs Poisson batches")
     if bands != 1 and not schedule.constant:
         raise GredpError("nothing is proven for a noise schedule with correlation bands: use one of the two")
     return schedule
 
 
-def check_request(batch_first: bool, loss_reduction: str, poisson_sampling: bool, mode: str) -> None:
+def warn_of_fixed_batches(noise_multiplier: float, sampler: PoissonBatchSampler) -> None:
+    """Name the price: what an epoch costs, and what it would with Poisson batches."""
+    delta, rate = min(1e-5, 0.1 / sampler.records), min(1.0, sampler.expected / sampler.records)
+    fixed = epsilon([Entry(noise_multiplier, 1.0, 1)], delta)
+    poisson = epsilon([Entry(noise_multiplier, rate, sampler.steps)], delta, "rdp")
+    warnings.warn(
+        f"poisson_sampling=False: no sampling hides a record, and an epoch costs ε = {fixed:.3g} at δ = "
+        f"{delta:.1g}, not {poisson:.3g} as with Poisson batches; ε is for one record blanked, not removed",
+        stacklevel=4,
+    )
+
+
+def check_request(batch_first: bool, loss_reduction: str, mode: str) -> None:
     if not batch_first:
         raise GredpError("batch_first=False is not supported: put the batch in the first dimension")
     if loss_reduction not in ("mean", "sum"):
         raise GredpError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
-    if not poisson_sampling:
-        raise GredpError("poisson_sampling=False is not supported: ε holds for Poisson batches only")
     if mode == "ghost_fsdp":
         raise GredpError(
             "grad_sample_mode 'ghost_fsdp' is not supported: use 'ghost' with torchrun, unsharded"

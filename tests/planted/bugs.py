@@ -40,6 +40,7 @@ import gredp.privacy.calibrate as calibrate
 import gredp.privacy.ledger as ledger
 import gredp.randomness as randomness
 import gredp.sampling as sampling
+import gredp.sampling.samplers as samplers
 import gredp.spectrum as spectrum
 import gredp.storage.checkpoint as checkpoint
 import gredp.storage.evidence as evidence
@@ -288,6 +289,28 @@ def weights_left_out_of_the_clip(patch: Patch) -> None:
         return honest(spectra, plan, views, {n: torch.ones_like(w) for n, w in weights.items()})
 
     patch.setattr(step, "clip", unweighted)
+
+
+def an_order_for_each_step(patch: Patch) -> None:
+    """Batches of a fixed size, each from an order of its own: a record comes back within an epoch."""
+
+    def anew(self, turn=0):
+        return self.split.shuffled(self.records, turn)[: int(self.expected)].tolist()
+
+    patch.setattr(samplers.ShuffledBatchSampler, "draw", anew)
+
+
+def weights_charged_at_their_mean(patch: Patch) -> None:
+    """A record of twice the weight is drawn twice as often, and charged as any other."""
+    honest = samplers.PoissonBatchSampler.__init__
+
+    def forgetful(self, *settings, **more):
+        honest(self, *settings, **more)
+        if self.shares is not None:
+            drawn_at, self.turn_rate = self.turn_rate, self.sample_rate
+            self.draw = lambda turn=0: self.draw_at(drawn_at).tolist()
+
+    patch.setattr(samplers.PoissonBatchSampler, "__init__", forgetful)
 
 
 def noise_of_the_first_norm(patch: Patch) -> None:

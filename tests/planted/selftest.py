@@ -16,6 +16,7 @@ SHAPED: dict[str, Any] = {"method": "gredp", "noise": "shaped"}
 PERSONS: dict[str, Any] = {"method": "dpsgd", "records_per_person": 4}
 FORWARDS: dict[str, Any] = {"method": "dpsgd", "forwards": 2}
 ADAPTIVE: dict[str, Any] = {"method": "dpsgd", "clipping": "adaptive"}
+WEIGHTED: dict[str, Any] = {"method": "dpsgd", "weights": [2.0, *[1.0] * 5]}
 LAYERS: dict[str, Any] = {"method": "dpsgd", "clipping": "layer_wise"}
 
 
@@ -55,6 +56,8 @@ SELF_TEST = [
     Planted(bugs.a_norm_that_misses_a_factor, GAME, (DPSGD,)),
     Planted(bugs.a_linear_norm_that_misses_its_input, GAME, (DPSGD, ("random",), ((15,),))),
     Planted(bugs.weights_left_out_of_the_clip, GAME, (SHAPED, ("sinusoid",), ((15,), (8,)))),
+    Planted(bugs.an_order_for_each_step, checks.fixed_batches),
+    Planted(bugs.weights_charged_at_their_mean, GAME, (WEIGHTED,)),
     Planted(bugs.noise_of_the_first_norm, GAME, (ADAPTIVE,)),
     Planted(bugs.counts_without_noise, checks.counts),
     Planted(bugs.layers_that_share_a_norm_counted_once, GAME, (LAYERS, ("random",), ((15,), (8,)))),

@@ -63,6 +63,8 @@ CASES = (
     Case("DP-SGD, a person with 6 records", method("dpsgd", records_per_person=4)),
     Case("DP-SGD, two forwards in a step", method("dpsgd"), forwards=2),
     Case("DP-SGD, 4 steps at rate ½", method("dpsgd"), steps=4, rate=0.5, sigma=1.0),
+    Case("DP-SGD, 2 epochs of fixed batches", method("dpsgd", poisson_sampling=False), steps=6, sigma=1.0),
+    Case("DP-SGD, records of weight 2 and 1", method("dpsgd", weights=[2.0, *[1.0] * 5]), rate=0.5),
     Case("GReDP, 4 steps", method("gredp"), "paper", steps=4, sigma=1.0),
     Case("GReDP, 4 steps at rate ½", method("gredp"), "paper", steps=4, rate=0.5, sigma=1.0),
     Case("DP-SGD, LeNet on digits", method("dpsgd"), steps=4, sigma=8.0, alarm=True),
@@ -89,13 +91,23 @@ def run_case(
         alarm = one_run(*_digits(), options, case.sigma, claim=case.claim, steps=case.steps, **effort)
         return {**head, "game": "one run, gross-error alarm", **alarm.to_json()}
     from gredp.audit.game import audit
-    from gredp.audit.victims import EngineForwards, EnginePersons, EngineRun, EngineStep, EngineTurn
+    from gredp.audit.victims import (
+        EngineDraws,
+        EngineForwards,
+        EnginePersons,
+        EngineRun,
+        EngineStep,
+        EngineTurn,
+    )
 
     victim: EngineStep
     only: tuple[str, ...]
     if options.get("records_per_person") is not None:
         game, only, usual = "a person, not a record", ("random",), PLAYS
         victim = EnginePersons(options, case.sigma, case.steps, case.rate, grids=((8,),), seed=seed)
+    elif "weights" in options or "poisson_sampling" in options:
+        game, only, usual = "whole run", ("random",), RUN_PLAYS[1.0]
+        victim = EngineDraws(options, case.sigma, case.steps, case.rate, grids=((8,),), seed=seed)
     elif case.steps > 1 or case.rate < 1:
         game, only, usual = "whole run", ("random",), RUN_PLAYS.get(case.rate, 3000)
         victim = EngineRun(options, case.sigma, case.steps, case.rate, grids=((8,),), seed=seed)

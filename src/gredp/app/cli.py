@@ -126,7 +126,7 @@ def run_ledger(settings: LedgerSettings) -> None:
 
 
 def _how(entry: "Entry") -> str:
-    return in_turns(entry.bands) + in_trials(entry.trials)
+    return in_turns(entry.bands, entry.unit == "blanked record") + in_trials(entry.trials)
 
 
 def run_data(settings: DataSettings) -> None:

@@ -4,6 +4,7 @@ import copy
 import math
 import pkgutil
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ class EngineStep:
             raise GredpError("the paper makes no claim about this method: use --claim proven")
         return Claim((Entry(z, entry.sample_rate, entry.steps),))
 
-    def _private(self, data: Tensor, rate: float) -> Private:
+    def _private(self, data: Tensor, rate: float | None) -> Private:
         self.engine, model = PrivacyEngine(), LinearLoss(self.grids)
         return self.engine.make_private(
             module=model,
@@ -142,8 +143,8 @@ class EngineTurn(EngineStep):
         self._earlier: list[Floats] = []
         super().__init__(options, noise_multiplier, **rest)
 
-    def _private(self, data: Tensor, rate: float) -> Private:
-        return super()._private(data, rate / self.options["correlation_bands"])
+    def _private(self, data: Tensor, rate: float | None) -> Private:
+        return super()._private(data, (rate or 1.0) / self.options["correlation_bands"])
 
     def __call__(self, gradients: Floats) -> Floats:
         column = self.optimizer.private_step.plan.correlation
@@ -184,10 +185,25 @@ class EnginePersons(EngineRun):
     They have more records than the `records_per_person` of the options that take part in a step.
     """
 
-    def _private(self, data: Tensor, rate: float) -> Private:
+    def _private(self, data: Tensor, rate: float | None) -> Private:
         each = self.options["records_per_person"] + 2
         self.options = self.options | {"persons": torch.arange(len(data)).repeat_interleave(each)}
         return super()._private(data.repeat_interleave(each, 0), rate)
+
+
+class EngineDraws(EngineRun):
+    """Batches of a fixed size, or records drawn by weights: blank ones stand in for those that are not there.
+
+    The first one, a canary, is the heaviest.
+    """
+
+    RECORDS = 6
+
+    def _private(self, data: Tensor, rate: float | None) -> Private:
+        blank = data.new_zeros(self.RECORDS - len(data), data.shape[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that fixed batches have a price
+            return super()._private(torch.cat([data, blank]), None)
 
 
 def _zero(model: nn.Module) -> None:

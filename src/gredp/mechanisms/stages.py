@@ -62,6 +62,8 @@ class Planner:
         if what == "max_grad_norm" and self.mechanism.quantile is not None:
             raise GredpError("adaptive clipping sets max_grad_norm by itself: use clipping='flat' to set it")
         if turns:
-            raise GredpError(f"{what} cannot change with correlation bands: later steps take noise back")
+            raise GredpError(
+                f"{what} cannot change where records take turns: correlation bands, poisson_sampling=False"
+            )
         if what == "noise_multiplier" and not schedule.constant:
             raise GredpError("a noise_schedule sets the noise of this run: set noise_multiplier without one")

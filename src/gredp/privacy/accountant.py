@@ -335,6 +335,8 @@ def in_trials(trials: float) -> str:
     return f", the best of {trials:g} trials on average" if trials else ""
 
 
-def in_turns(bands: int) -> str:
+def in_turns(bands: int, shuffled: bool = False) -> str:
     """What to print behind a sampling rate."""
+    if shuffled:
+        return f" of {bands} shuffled batches in turn"
     return f" of {bands} parts in turn, noise correlated over as many steps" if bands > 1 else ""

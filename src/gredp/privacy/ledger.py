@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gredp.errors import GredpError
 from gredp.privacy.certificate import Certificate
@@ -11,8 +11,9 @@ from gredp.privacy.certificate import Certificate
 if TYPE_CHECKING:
     from gredp.storage.ledger_file import LedgerFile
 
-#: whose presence ε hides: one record, or one person with all of their records
-Unit = Literal["record", "person"]
+#: whose presence ε hides: one record, or one person with all of their records. Of a blanked record it hides
+#: the contents: there are as many records without it, in its place one whose gradient is 0
+Unit = Literal["record", "person", "blanked record"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Entry:
     With noise correlated over `bands` steps the records are split into as many parts that take turns, and
     `sample_rate` is that of the part whose turn it is. `split` is the name of the split: each has turns of
     its own. The steps are then ⌈steps/bands⌉ such mechanisms (`mechanisms`), all of them alike (`one_kind`).
+    So are those of shuffled batches of a fixed size, `bands` of them an epoch, at rate 1.
 
     `unit` is what was drawn and clipped: all entries of a ledger have the same.
 
@@ -54,8 +56,8 @@ class Entry:
             raise GredpError(f"the number of steps must be a whole number, not {self.steps}")
         if not (self.bands >= 1 and self.bands == int(self.bands)) or (self.bands > 1) != bool(self.split):
             raise GredpError(f"{self.bands} bands go with a split by name, not with {self.split!r}")
-        if self.unit not in ("record", "person"):
-            raise GredpError(f"the unit of privacy is record or person, not {self.unit!r}")
+        if self.unit not in get_args(Unit):
+            raise GredpError(f"the unit of privacy is {' or '.join(get_args(Unit))}, not {self.unit!r}")
         if bool(self.trials) != bool(self.choice) or (self.choice and (self.trials < 1 or self.split)):
             raise GredpError(f"{self.trials:g} trials go with a choice by name, not with {self.choice!r}")
 

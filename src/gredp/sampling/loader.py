@@ -16,6 +16,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    WeightedRandomSampler,
     default_collate,
     get_worker_info,
 )
@@ -24,7 +25,7 @@ from gredp.errors import GredpError
 from gredp.randomness import Secret, Split
 from gredp.sampling.draws import HandedOut, Part
 from gredp.sampling.persons import PersonIds, Persons
-from gredp.sampling.samplers import PoissonBatchSampler
+from gredp.sampling.samplers import PoissonBatchSampler, ShuffledBatchSampler
 
 if TYPE_CHECKING:
     from gredp.optimizer import PrivateOptimizer
@@ -38,8 +39,12 @@ def poisson_loader(
     split: Split | None = None,
     persons: PersonIds | None = None,
     records_per_person: int | None = None,
+    weights: Any = None,
+    fixed: bool = False,
 ) -> "PrivateLoader":
     """The same loader with Poisson batches at `sample_rate`, by default batch_size/records.
+
+    With `weights` records are drawn in proportion to them. With `fixed` batches are shuffled, all of a size.
 
     With `persons` those are drawn in place of records, and `batch_size` counts them.
 
@@ -51,6 +56,8 @@ def poisson_loader(
     if isinstance(known, PoissonBatchSampler):
         if split is not None or known.split is not None:
             raise GredpError("correlation bands need a data loader that was not made private before")
+        if weights is not None or fixed != isinstance(known, ShuffledBatchSampler):
+            raise GredpError("weights and fixed batches need a data loader that was not made private before")
         if persons is not None or records_per_person is not None:
             raise GredpError("persons need a data loader that was not made private before")
         if known.views_of_a_record != views:
@@ -68,6 +75,8 @@ def poisson_loader(
     records, kind = len(cast(Sized, loader.dataset)), type(order)
     if issubclass(kind, DistributedSampler):
         raise GredpError("give all records without a DistributedSampler: processes share batches themselves")
+    if issubclass(kind, WeightedRandomSampler):
+        raise GredpError("WeightedRandomSampler: give make_private its weights=…, which must be public")
     if not issubclass(kind, SequentialSampler | RandomSampler) or len(order) != records:
         what = f"Poisson batches from all {records} records would replace the {kind.__name__}"
         raise GredpError(f"{what}: to train on some, use torch.utils.data.Subset")
@@ -75,6 +84,14 @@ def poisson_loader(
         raise GredpError("the dataset is empty: there is nothing to train on")
     if persons is None and records_per_person is not None:
         raise GredpError("records_per_person goes with persons, which say whose records are whose")
+    others = (split, sample_rate, persons)
+    if (weights is not None or fixed) and any(other is not None for other in others):
+        what = "weights" if weights is not None else "poisson_sampling=False"
+        raise GredpError(f"nothing is proven for {what} with sample_rate, persons or correlation bands")
+    if weights is not None and fixed:
+        raise GredpError(
+            "weights change how often Poisson batches draw a record: fixed batches hold each once"
+        )
     people = None if persons is None else Persons(persons, records, records_per_person)
     drawn_from, what = (records, "records") if people is None else (len(people), "persons")
     if drawn_from < batch_size:
@@ -89,13 +106,16 @@ def poisson_loader(
     steps = math.ceil(1 / rate)
     if sample_rate is None:
         steps = drawn_from // batch_size if loader.drop_last else math.ceil(drawn_from / batch_size)
-    sampler = PoissonBatchSampler(drawn_from, rate, steps, loader.generator, secret, views, split, people)
+    drawing = loader.generator, secret, views, split, people, weights
+    sampler = PoissonBatchSampler(drawn_from, rate, steps, *drawing)
+    if fixed:
+        sampler = ShuffledBatchSampler(records, batch_size, steps, secret or Secret(), views)
     if sampler.views > 1:
         reject_own_collate(loader)
     sampler.expected = batch_size
     collate = EmptyBatches(loader.dataset, loader.collate_fn or default_collate)
     private = PrivateLoader.like(loader, sampler, collate)
-    private.in_parts = split is not None
+    private.in_parts = sampler.split is not None
     return private
 
 

@@ -42,6 +42,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         views: int = 1,
         split: Split | None = None,
         persons: Persons | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """`views` repeats each drawn record so often, side by side: a dataset that draws its transforms anew
         each time it is asked gives as many views of it. With `persons`, those are drawn in place of records,
@@ -50,6 +51,9 @@ class PoissonBatchSampler(Sampler[list[int]]):
         With a `split`, step t draws each record of part t mod b with probability b·sample_rate, and no other.
         The first step is the one that `handed.next_turn` gives: batches that were drawn and not stepped do
         not shift the turns of the parts.
+
+        With `weights`, record i is drawn with probability sample_rate·w_i/mean(w), and `turn_rate` is the
+        largest of those: a record that is drawn less often is hidden at least as well.
         """
         if not (views >= 1 and float(views).is_integer()):
             raise GredpError(f"the number of views must be a whole number of at least 1, not {views}")
@@ -64,6 +68,10 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.views = self.views_of_a_record * (1 if persons is None else persons.most)
         #: the rate at which the part is drawn whose turn it is
         self.turn_rate = sample_rate if split is None else check_bands(split.parts, sample_rate)
+        #: probability of each record over the largest one, where they differ
+        self.shares: Tensor | None = None
+        if weights is not None:
+            self.shares, self.turn_rate = _weighted(weights, records, sample_rate)
         #: the batches that were handed out; optimizers that share this sampler share them
         self.handed = HandedOut()
         #: records of a batch on average, as requested
@@ -107,7 +115,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         A gap is ⌊log U / log(1 − q)⌋: it is at least g where U ≤ (1 − q)^g, so the records are independent.
         """
         if rate == 1:
-            return torch.arange(self.records)[rank() :: world_size()]
+            return self._own(torch.arange(self.records))
         scale, found, last = 1 / math.log1p(-rate), [], -1
         while last < self.records:
             expected = (self.records - last) * rate
@@ -117,7 +125,13 @@ class PoissonBatchSampler(Sampler[list[int]]):
             found.append(places)
             last = int(places[-1])
         drawn = torch.cat(found)
-        return drawn[(drawn < self.records) & (drawn % world_size() == rank())]
+        return self._own(drawn[drawn < self.records])
+
+    def _own(self, drawn: Tensor) -> Tensor:
+        """Of those that are drawn, thinned by weights, the ones of this process."""
+        if self.shares is not None:
+            drawn = drawn[self._uniform(len(drawn)) <= self.shares[drawn]]
+        return drawn[drawn % world_size() == rank()]
 
     def _uniform(self, count: int) -> Tensor:
         """`[count]` in (0, 1]; never the same twice."""
@@ -128,3 +142,47 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return self.steps
+
+
+class ShuffledBatchSampler(PoissonBatchSampler):
+    """Batches of a fixed size, every record in at most one of an epoch, in an order drawn anew for each.
+
+    Formal guarantee. With one record blanked, the orders and the batches are the same, and one batch of each
+    epoch differs, in that record: an epoch is one Gaussian mechanism without amplification. Turns go on where
+    the ledger says, so that a pass that was left early does not begin another epoch.
+    """
+
+    def __init__(self, records: int, batch_size: int, steps: int, secret: Secret, views: int = 1) -> None:
+        super().__init__(records, 1 / steps, steps, None, secret, views, secret.split(steps))
+        self.expected = batch_size
+        self.turn_rate = 1.0
+
+    @property
+    def unit(self) -> Unit:
+        return "blanked record"
+
+    def draw(self, turn: int = 0) -> list[int]:
+        assert self.split is not None
+        epoch, part = divmod(turn, self.steps)
+        size = int(self.expected)
+        drawn = self.split.shuffled(self.records, epoch)[part * size : (part + 1) * size]
+        return drawn[drawn % world_size() == rank()].sort().values.tolist()
+
+
+def _weighted(weights: Tensor, records: int, sample_rate: float) -> tuple[Tensor, float]:
+    """Probabilities over the largest one, and that one."""
+    try:
+        weights = torch.as_tensor(weights, dtype=torch.float64).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        raise GredpError(f"weights are one number for each record, not a {type(weights).__name__}") from None
+    if len(weights) != records:
+        raise GredpError(f"{len(weights)} weights given for {records} records: give one for each")
+    if not (weights.isfinite() & (weights >= 0)).all() or not weights.any():
+        raise GredpError("weights must be 0 or more, finite, and not all 0")
+    largest = sample_rate * float(weights.max() / weights.mean())
+    if largest > 1:
+        raise GredpError(
+            f"with these weights a record is drawn with probability {largest:.3g}: lower the batch size "
+            f"to {int(records * sample_rate / largest)}, or the largest weight"
+        )
+    return weights / weights.max(), largest
