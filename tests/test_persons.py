@@ -236,7 +236,7 @@ def test_epsilon_is_that_of_persons_and_says_so(tmp_path):
 
 
 def test_a_target_is_met_for_persons():
-    engine, model = PrivacyEngine(), dense_model()
+    engine, model = PrivacyEngine(accountant="rdp"), dense_model()
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

@@ -62,7 +62,7 @@ def test_one_game_serves_all_rows_of_a_method(monkeypatch):
     played = []
     right = lower_bound.audit
     monkeypatch.setattr(lower_bound, "audit", lambda *a, **k: played.append(1) or right(*a, **k))
-    found = [audited_lower_bound("dpsgd", sigma=s, plays=150, **RUN) for s in (1.0, 2.0)]
+    found = [audited_lower_bound("dpsgd", sigma=s, plays=60, **RUN) for s in (1.0, 2.0)]
     assert len(played) == 1
     assert found[1].multiplier_upper == 2 * found[0].multiplier_upper
     assert found[1].epsilon < found[0].epsilon
