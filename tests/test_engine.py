@@ -401,7 +401,6 @@ def test_a_norm_may_come_from_numpy_or_torch(norm):
         ({"correlation_bands": math.nan}, "whole number, not nan"),
         ({"precision": "half"}, "unknown precision 'half': choose one of single, bf16"),
         ({"views": math.nan}, "whole number of at least 1, not nan"),
-        ({"batch_first": False}, "first dimension"),
         ({"loss_reduction": "median"}, "'mean' or 'sum'"),
         ({"grad_sample_mode": "no_op"}, "no_op"),
         ({"grad_sample_mode": "ghost_fsdp"}, "'ghost_fsdp' is not supported.*torchrun"),

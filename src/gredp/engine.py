@@ -115,7 +115,7 @@ class PrivacyEngine(OpacusNames):
         | `data_loader` | | a `DataLoader` with a `batch_size`, which becomes the expected batch size |
         | `noise_multiplier` | | the proven z of each step (the paper's σ under its claim); 0 gives ε = ∞ |
         | `max_grad_norm` | | clipping norm of a record's gradient, or one for each layer or parameter |
-        | `batch_first` | `True` | records are the first dimension; False is rejected |
+        | `batch_first` | `True` | False: records are the second dimension of the model's inputs |
         | `loss_reduction` | `"mean"` | how the loss joins the records of a batch: "mean" or "sum" |
         | `poisson_sampling` | `True` | each record joins each batch by itself; False: fixed batches |
         | `clipping` | `None` | "flat" (the default), "automatic", "per_layer", "adaptive", and others |
@@ -155,7 +155,7 @@ class PrivacyEngine(OpacusNames):
         bands = whole_bands(correlation_bands)
         chosen = mechanism(method, noise, claim, clipping, bands, **without_opacus_options(options))
         schedule = checked_schedule(noise_schedule, bands, poisson_sampling)
-        check_request(batch_first, loss_reduction, grad_sample_mode)
+        check_request(loss_reduction, grad_sample_mode)
         check_criterion(criterion, loss_reduction)
         check_parameters(module, optimizer)
         split = self.secret.split(bands) if bands > 1 else None
@@ -167,7 +167,9 @@ class PrivacyEngine(OpacusNames):
         one_unit(self.ledger.entries, sampler.unit)
         expected = float(sampler.expected)
         choose("precision", precision, ("single", "bf16"))
-        capture = Capture(module, loss_reduction, chosen.needs, sampler.views, precision == "bf16")
+        rounded = precision == "bf16"
+        capture = Capture(module, loss_reduction, chosen.needs, sampler.views, rounded, batch_first)
+        loader.collate_fn.axis = int(not batch_first)  # type: ignore[union-attr]
         try:
             shapes = blocks(module, capture.units)
             if chosen.grid == "padded":

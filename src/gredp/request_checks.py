@@ -51,9 +51,7 @@ def warn_of_fixed_batches(noise_multiplier: float, sampler: PoissonBatchSampler)
     )
 
 
-def check_request(batch_first: bool, loss_reduction: str, mode: str) -> None:
-    if not batch_first:
-        raise GredpError("batch_first=False is not supported: put the batch in the first dimension")
+def check_request(loss_reduction: str, mode: str) -> None:
     if loss_reduction not in ("mean", "sum"):
         raise GredpError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
     if mode == "ghost_fsdp":

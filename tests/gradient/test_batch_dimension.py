@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from gredp import GredpError
-from worlds import make_private
+from gredp import GredpError, PrivacyEngine, PrivateMultiheadAttention
+from oracles import bare, clipped_sum, flat
+from worlds import make_private, released
 
 LENGTH = 5
 
@@ -145,7 +147,7 @@ def test_the_look_leaves_no_trace():
     assert torch.equal(model(x), plain)  # the same dropout
     model(x)
     assert model.seen[1:] == [
-        (2, False, False),
+        (3, False, False),
         (LENGTH, True, True),
         (LENGTH, True, True),
     ]  # zeros, and once
@@ -184,3 +186,91 @@ def test_a_model_that_cannot_be_run_on_zeros_is_trained_all_the_same():
             return super().forward(x, scale)
 
     assert step(Choosy(), texts(LENGTH)).ledger.steps == 1
+
+
+# ------------------------------------------------------------------ records in the second dimension
+
+
+class Later(nn.Module):
+    """Ids `[t, b]` → `[b, 2]`: time comes first until it is gone, but within attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.attention, self.scale = PrivateMultiheadAttention(4, 2), Scale()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.inner(self.table(x)))
+        h = self.scale(h + self.attention(h, h, h, need_weights=False)[0])
+        return self.head(torch.tanh(h).mean(0))
+
+
+class Scale(nn.Module):
+    """Has no rule of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def time_first(rows):
+    return torch.stack([x for x, _ in rows], 1) if rows else torch.zeros(LENGTH, 0, dtype=torch.long)
+
+
+@pytest.mark.parametrize("count", [1, 4, LENGTH, 9])
+def test_records_in_the_second_dimension_equal_the_loop(count):
+    torch.manual_seed(1)
+    x, model = texts(count), Later()
+    twin, rows = bare(model), []
+    for record in x:
+        loss = twin(record[:, None]).square().sum()
+        rows.append(torch.autograd.grad(loss, list(twin.parameters())))
+    gradients = {n: torch.stack(g) for (n, _), g in zip(twin.named_parameters(), zip(*rows))}
+    expected = clipped_sum(gradients, flat(gradients, 0.5))
+    model, optimizer, _, _ = make_private(model, (x, torch.zeros(count)), clip=0.5, batch_first=False)
+    model(x.T).square().sum(1).mean().backward()
+    optimizer.step()
+    for name, found in released(model, optimizer).items():
+        torch.testing.assert_close(found.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_draw_has_no_records_in_the_second_dimension():
+    engine, model = PrivacyEngine(), Later()
+    data = TensorDataset(texts(8), torch.zeros(8))
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=1, collate_fn=time_first),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sample_rate=1e-9,
+        batch_first=False,
+    )
+    x = next(iter(loader))
+    assert x.shape == (LENGTH, 0)
+    model(x).square().sum(1).mean().backward()
+    optimizer.step()
+    assert engine.ledger.steps == 1
+
+
+class Tabled(Later):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x).mean(0) + self.scale(self.table.weight[: x.shape[0]]).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (Tabled, rf"^scale \(Scale\) (has {LENGTH} rows whatever the batch|turns)"),
+        (lambda: nn.Linear(LENGTH, 2), "a Linear that did not run on zeros: nothing tells"),
+    ],
+)
+def test_what_does_not_follow_the_second_dimension_is_refused(build, why):
+    x = texts(LENGTH)
+    model, _, _, _ = make_private(build(), (x, torch.zeros(LENGTH)), batch_first=False)
+    with pytest.raises(GredpError, match=why):
+        model(x.T if isinstance(model, Later) else x.float())

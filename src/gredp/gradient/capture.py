@@ -34,12 +34,13 @@ class Capture(Received):
         needs: Needs = "norms",
         views: int = 1,
         rounded: bool = False,
+        batch_first: bool = True,
     ) -> None:
         self.module, self.units = module, find_units(module)
         grid_axes = {block.name: len(block.grid) for block in blocks(module, self.units)}
         super().__init__(loss_reduction, needs, views, grid_axes, rounded)
         self._by_layer = {unit.layer: unit for unit in self.units}
-        self._on_zeros = RowsOnZeros(module, set(self._by_layer))
+        self._on_zeros = RowsOnZeros(module, set(self._by_layer), int(not batch_first))
         self._within: nn.Module | None = None  # a layer whose generic rule covers those below it
         self._root_batch: int | None = None
         #: what may not change but by releases
@@ -85,7 +86,7 @@ class Capture(Received):
         if module is not self.module or self._paused:
             return
         tensors = _tensors((args, kwargs))
-        self._root_batch = tensors[0].shape[0] if tensors else None
+        self._root_batch = self._rows(tensors[0]) if tensors else None
         if torch.is_grad_enabled():
             self._forward = Forward(self.handed_out(), memory_of(tensors))
         if module.training:
@@ -104,7 +105,11 @@ class Capture(Received):
     def _records(self, inputs: Any) -> int:
         """How many the model was called with, or else this part of it."""
         tensors = _tensors(inputs)
-        return self._root_batch if self._root_batch is not None else tensors[0].shape[0] if tensors else 0
+        return self._root_batch if self._root_batch is not None else self._rows(tensors[0]) if tensors else 0
+
+    def _rows(self, tensor: Tensor) -> int:
+        axis = self._on_zeros.axis
+        return tensor.shape[axis if tensor.dim() > axis else 0]
 
     def _probe(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         """Before its first records: is the batch the first dimension of every layer in this part?
@@ -112,7 +117,7 @@ class Capture(Received):
         The model itself comes first, and covers all; its parts where that fails, or is not called.
         """
         records = self._records((args, kwargs))
-        if part in self._on_zeros.parts and self._active() and records:
+        if part in self._on_zeros.parts and self._active() and (records or self._on_zeros.axis):
             with self._pause():
                 self._on_zeros.run(part, args, kwargs, records)
 
@@ -164,16 +169,17 @@ class Capture(Received):
                 f"{type(out).__name__}: per-sample gradients need one tensor out, and a row per record in "
                 "every tensor that goes in; see gredp.fix, or build it from smaller layers"
             )
-        x = inputs[0].detach()
+        x, axis = inputs[0].detach(), self._on_zeros.axis_of(layer)
         expected = self._records(x)
-        constant = x.dim() > 0 and self._on_zeros.constant(layer, x.shape[0])
-        if constant and is_positions(layer, x):
+        x = x.transpose(0, axis) if axis else x
+        constant = x.dim() > 0 and self._on_zeros.constant(layer, x.shape[0], axis)
+        if constant and not self._on_zeros.axis and is_positions(layer, x):
             (x, out), constant = as_records(x, out, expected), False
-        if x.dim() == 0 or out.dim() == 0 or not x.shape[0] == out.shape[0] == expected:
+        if x.dim() == 0 or out.dim() <= axis or not x.shape[0] == out.shape[axis] == expected:
             raise GredpError(
-                f"{unit.name} ({type(layer).__name__}) turns {tuple(x.shape)} into {tuple(out.shape)}: "
-                "the first dimension of every layer's input and output must be the batch, "
-                f"here {expected} records"
+                f"{unit.name} ({type(layer).__name__}) turns {tuple(inputs[0].shape)} into "
+                f"{tuple(out.shape)}: the first dimension of every layer's input and output must be the "
+                f"batch, here {expected} records"
             )
         if constant:
             raise GredpError(
@@ -188,7 +194,8 @@ class Capture(Received):
                 return
             if versions != [t._version for t in inputs]:
                 raise GredpError(f"{unit.name}: its input was overwritten in place before the backward")
-            self._receive(unit, forward, x, grad.detach(), (leaves, spec, places))
+            grad = grad.detach().transpose(0, axis) if axis else grad.detach()
+            self._receive(unit, forward, x, grad, (leaves, spec, places, axis))
 
         out = in_graph(out, reads_output=unit.rule is None)
         self.reduction.mark(out)

@@ -113,7 +113,7 @@ class Received:
             raise GredpError(
                 f"{unit.name}: gradients of a mean loss in {str(g.dtype).removeprefix('torch.')} are rounded "
                 "after the division by the batch, which couples its records: use loss_reduction='sum', the "
-                "sum of the records' losses and a learning rate divided by the batch size, or single precision"
+                "sum of the records' losses and a learning rate divided by the batch size, or float32"
             )
         with exact(g.device):
             gradients = self._gradients(unit, full_precision(x), full_precision(g), call)

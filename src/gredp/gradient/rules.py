@@ -27,8 +27,8 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Gradients = dict[str, PerSampleGradient]
 #: of a layer of the type it is registered for
 Rule = Callable[[Any, Tensor, Tensor], Gradients]
-#: the flattened arguments of a layer's call, their structure, and which of them are its inputs
-Call = tuple[list[Any], TreeSpec, list[int]]
+#: the flattened arguments of a layer's call, their structure, which are its inputs, and their batch dimension
+Call = tuple[list[Any], TreeSpec, list[int], int]
 
 RULES: dict[type[nn.Module], Rule] = {}
 
@@ -185,22 +185,22 @@ def generic(layer: nn.Module, names: list[str], g: Tensor, call: Call) -> Gradie
     shapes = {n: layer.get_parameter(n).shape for n in names}
     if g.shape[0] == 0:
         return {n: Dense(g.new_zeros(0, *shape), min(1, len(shape))) for n, shape in shapes.items()}
-    leaves, spec, places = call
+    leaves, spec, places, axis = call
     inputs = {place: full_precision(leaves[place].detach()) for place in places}
     state = {n: full_precision(t.detach()) for n, t in (*layer.named_parameters(), *layer.named_buffers())}
     values = {n: state[n] for n in names}
 
     def one_record(record: dict[int, Tensor], out: Tensor) -> dict[str, Tensor]:
-        rows = {place: tensor.unsqueeze(0) for place, tensor in record.items()}
+        rows = {place: tensor.unsqueeze(axis) for place, tensor in record.items()}
         args, kwargs = tree_unflatten([rows.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
         def forward(parameters: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(layer, {**state, **parameters}, args, kwargs).squeeze(0)
+            return torch.func.functional_call(layer, {**state, **parameters}, args, kwargs).squeeze(axis)
 
         return torch.func.vjp(forward, values)[1](out)[0]
 
     try:
-        dense = torch.func.vmap(one_record)(inputs, g)
+        dense = torch.func.vmap(one_record, (axis, 0))(inputs, g)
     except RuntimeError as error:
         if "randomness" in str(error):
             raise GredpError(

@@ -133,6 +133,8 @@ class EmptyBatches:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
+        #: dimension of the records in tensors that have more than one
+        self.axis = 0
         #: whether the loader that calls this counts batches as it hands them out
         self.counted = False
 
@@ -141,19 +143,19 @@ class EmptyBatches:
             raise GredpError("workers would prefetch batches uncounted: use make_private's own loader")
         if batch:
             return self.collate(batch)
-        return part_of(self.collate([self.dataset[0]]), slice(0))  # for its shapes and types only
+        return part_of(self.collate([self.dataset[0]]), slice(0), self.axis)  # for its shapes and types only
 
 
-def part_of(batch: Any, rows: slice) -> Any:
+def part_of(batch: Any, rows: slice, axis: int = 0) -> Any:
     """The same structure with these records only; what could hide others is rejected."""
     if isinstance(batch, Tensor | np.ndarray):
-        return batch[rows] if batch.ndim else batch
+        return batch[:, rows] if axis and batch.ndim > 1 else batch[rows] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return {key: part_of(value, rows) for key, value in batch.items()}
+        return {key: part_of(value, rows, axis) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         if all(isinstance(item, str | int | float) for item in batch):
             return batch[rows]
-        items = [part_of(item, rows) for item in batch]
+        items = [part_of(item, rows, axis) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if batch is None or isinstance(batch, str | int | float):
         return batch
