@@ -4,6 +4,7 @@ python benchmarks/kept_memory.py --out results/kept_memory.json [--threads 1]
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from step_time import measure
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     told = parser.parse_args()
+    os.environ["GREDP_KEEP_MEMORY"] = "0"  # of all but the kept variants
     command = f"python benchmarks/kept_memory.py --threads {told.threads} --rounds {told.rounds}"
     record = header() | {"command": command, "threads": told.threads, "rounds": told.rounds}
     record["networks"] = {n: measure(n, VARIANTS, told.rounds, told.threads) for n in NETWORKS}

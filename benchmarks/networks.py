@@ -1,5 +1,8 @@
 """The networks that are timed, each with its batch: (model, input of a batch, classes)."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,14 +10,15 @@ from gredp.app.models import build
 
 
 class SmallTransformer(nn.Module):
-    """Two encoder layers over 64 tokens, mean-pooled."""
+    """Encoder layers over tokens, mean-pooled."""
 
-    def __init__(self, width: int = 128, tokens: int = 64, vocabulary: int = 1000, classes: int = 10) -> None:
+    def __init__(self, width: int = 128, tokens: int = 64, depth: int = 2) -> None:
         super().__init__()
+        vocabulary, classes = 1000, 10
         self.words = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(tokens, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -49,8 +53,43 @@ IMAGES = {
     "alexnet": (3, 32, 32),
     "resnet18-2conv": (3, 32, 32),
 }
-BATCH = {"lenet5": 500, "mlp": 500}
-NETWORKS = (*IMAGES, "mlp", "transformer", "lstm")
+BATCH = {"lenet5": 500, "mlp": 500, "transformer-6x384": 16, "transformer-6x384-lora": 16}
+NETWORKS = (*IMAGES, "mlp", "transformer", "lstm", "transformer-6x384", "transformer-6x384-lora")
+
+
+def lora(model: SmallTransformer) -> nn.Module:
+    """All frozen but adapters of rank 8 on the feed-forward layers, and the head."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    adapted: nn.Module = inject_adapter_in_model(
+        LoraConfig(r=8, target_modules=["linear1", "linear2"]), model
+    )
+    model.head.requires_grad_(True)
+    return adapted
+
+
+def facts(name: str) -> dict[str, int]:
+    """Trained `parameters`, and `products`: weights times positions, of layers that see several of a record.
+
+    These are the multiply-adds of a record's gradient where it is no product of two vectors.
+    """
+    model, x = network(name, 1)
+    products = []
+
+    def note(layer: nn.Module, _: Any, out: Any) -> None:
+        out = out[0] if isinstance(out, tuple) else out
+        positions = math.prod(out.shape[2:]) if out.dim() > 3 else out.shape[1] if out.dim() == 3 else 1
+        if positions > 1:
+            products.append(positions * sum(p.numel() for p in layer.parameters() if p.requires_grad))
+
+    kinds = (nn.Conv2d, nn.Linear, nn.MultiheadAttention, nn.LSTM)
+    for layer in model.modules():
+        if isinstance(layer, kinds):
+            layer.register_forward_hook(note)
+    with torch.no_grad():
+        model(x)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {"parameters": trained, "products": sum(products)}
 
 
 def network(name: str, batch: int | None = None) -> tuple[nn.Module, Tensor]:
@@ -61,6 +100,9 @@ def network(name: str, batch: int | None = None) -> tuple[nn.Module, Tensor]:
         return mlp(int(name[3:] or 1024)), torch.randn(size, 784)
     if name == "transformer":
         return SmallTransformer(), torch.randint(0, 1000, (size, 64))
+    if name.startswith("transformer-6x384"):
+        model = SmallTransformer(384, 32, 6)
+        return lora(model) if name.endswith("lora") else model, torch.randint(0, 1000, (size, 32))
     if name == "lstm":
         return SmallLSTM(), torch.randint(0, 1000, (size, 32))
     return build(name, IMAGES[name], 10), torch.randn(size, *IMAGES[name])

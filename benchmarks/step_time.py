@@ -1,19 +1,21 @@
 """Step time and peak memory of every method, of Opacus and of plain PyTorch, as ratios of one run.
 
 Every variant lives in a process of its own; they take turns, three steps each of which the first is not
-counted, so that whatever else the machine does falls on all of them alike; medians are compared.
+counted, so that whatever else the machine does falls on all of them alike; medians are compared. All keep the
+memory that their steps free, as `make_private` does by default: plain training and Opacus too.
 
     python benchmarks/step_time.py --out results/step_time.json [--quick] [--threads 2]
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from networks import BATCH, NETWORKS
+from networks import BATCH, NETWORKS, facts
 from worker import VARIANTS
 
 from gredp.storage.record import header, save
@@ -97,6 +99,7 @@ def main() -> None:
     for network in networks:
         results[network] = {
             "batch": BATCH.get(network, 128),
+            **facts(network),
             "variants": measure(network, variants, rounds, arguments.threads),
         }
         for variant, row in results[network]["variants"].items():
@@ -104,6 +107,7 @@ def main() -> None:
             print(f"{network:16} {variant:16} {shown}", flush=True)
     command = f"python benchmarks/step_time.py --threads {arguments.threads} --rounds {rounds}"
     record = header() | {"command": command, "threads": arguments.threads, "rounds": rounds}
+    record["kept_memory"] = os.environ.get("GREDP_KEEP_MEMORY") != "0"
     record["networks"] = results
     save(arguments.out, record)
 

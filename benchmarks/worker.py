@@ -2,11 +2,12 @@
 
 python benchmarks/worker.py NETWORK VARIANT BATCH THREADS [PHYSICAL]    (driven over standard input)
 
-A batch of 0 is the network's own; PHYSICAL records are in memory at once. A variant that ends in "kept"
-keeps the memory that its steps free, as `gredp train` does.
+A batch of 0 is the network's own; PHYSICAL records are in memory at once. Every variant keeps the memory that
+its steps free, as `make_private` does, unless GREDP_KEEP_MEMORY is 0; those that end in "kept" always do.
 """
 
 import json
+import os
 import sys
 import time
 import warnings
@@ -41,7 +42,7 @@ def stepper(name: str, variant: str, batch: int | None, physical: int | None = N
     elif variant.startswith("opacus"):
         from opacus.validators import ModuleValidator
 
-        model = ModuleValidator.fix(model) if name in ("transformer", "lstm") else model
+        model = ModuleValidator.fix(model) if name.startswith(("transformer", "lstm")) else model
     optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
     settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
@@ -89,8 +90,9 @@ def memory(field: str) -> int:
 def main() -> None:
     name, variant, batch, threads, *physical = sys.argv[1:]
     if variant.endswith(" kept"):
-        keep_freed_memory()
+        os.environ.pop("GREDP_KEEP_MEMORY", None)
         variant = variant.removesuffix(" kept")
+    keep_freed_memory()
     warnings.simplefilter("ignore")
     torch.set_num_threads(int(threads))
     if variant.startswith("opacus"):
