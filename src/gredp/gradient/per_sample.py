@@ -160,7 +160,7 @@ class Dense(PerSampleGradient):
         return super().grid_energy() if self.energies is None else self.energies
 
     def energy_in(self, view: BlockView) -> Tensor:
-        if self.values.dim() == 1 + view.axes and view.groups is not None:  # all of the block is its grid
+        if 0 < view.axes == self.values.dim() - 1 and view.groups is not None:  # all of the block is its grid
             return view.group_energy(self.values)
         return super().energy_in(view)
 
