@@ -11,6 +11,7 @@ import gredp
 from gredp import GredpError, PrivacyEngine
 from gredp.privacy.accountant import Accountant, epsilon
 from gredp.privacy.ledger import Entry, Ledger
+from worlds import batches, make_private, records, small_model, world
 
 
 def private(engine, model=None, **settings):
@@ -55,6 +56,45 @@ def test_the_tolerance_of_opacus_leaves_epsilon_within_the_target():
     )
     epoch(model, optimizer, loader)
     assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_single_records_on_request(reduction):
+    """Exact against the loop; the step is what it would have been, and the engine tells."""
+    weights = []
+    for asked in (True, False):
+        model, optimizer, _, engine = make_private(
+            small_model(), records(6), lr=0.1, loss_reduction=reduction
+        )
+        x, y = records(6)
+        with pytest.raises(GredpError, match="ask after backward"):
+            engine.per_sample_gradients()
+        assert "NOT COVERED" not in str(engine)
+        nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+        found = engine.per_sample_gradients() if asked else {}
+        for i in range(len(x) if asked else 0):
+            alone = small_model()
+            nn.functional.cross_entropy(alone(x[i : i + 1]), y[i : i + 1]).backward()
+            for name, parameter in alone.named_parameters():
+                torch.testing.assert_close(found[name][i], parameter.grad, rtol=1e-4, atol=1e-6)
+        optimizer.step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert ("read 1 times: outside ε" in str(engine)) == asked
+        assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+    assert torch.equal(*weights)
+
+
+def test_a_checkpoint_says_that_gradients_were_read(tmp_path):
+    model, optimizer, engine = world(noise_multiplier=1.0)
+    (x, y) = batches(1)[0]
+    nn.functional.cross_entropy(model(x), y).backward()
+    engine.per_sample_gradients()
+    optimizer.step()
+    engine.save(tmp_path / "run")
+    engine.detach()
+    _, _, again = world(noise_multiplier=1.0)
+    again.load(tmp_path / "run")
+    assert "per-sample gradients were read 1 times" in str(again)
 
 
 def test_a_model_is_made_compatible_or_named():

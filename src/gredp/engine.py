@@ -203,8 +203,7 @@ class PrivacyEngine(OpacusNames):
         capture.state.remember()
         module.__dict__.setdefault("_module", module)  # what Opacus returns has the model there
         self._optimizer, self.requested_multiplier, self._loader = private, noise_multiplier, loader
-        if not poisson_sampling and private.noise_multiplier:
-            warn_of_fixed_batches(private.noise_multiplier, sampler)
+        warn_of_fixed_batches(private.noise_multiplier, sampler)
         if split is not None:
             self._use_split(run_on_rank_zero(lambda: (None, split.key), "the split of the records")[1])
         if grad_sample_mode == "ghost":
@@ -266,9 +265,8 @@ class PrivacyEngine(OpacusNames):
         one_unit(self.ledger.entries, sampler.unit)
         bands = request.get("correlation_bands", 1)
         schedule = checked_schedule(request.get("noise_schedule"), bands, not fixed)
-        bands, rate = whole_bands(bands), sampler.turn_rate
-        if fixed:
-            bands, rate = sampler.steps, sampler.sample_rate
+        turns = (whole_bands(bands), sampler.turn_rate)
+        bands, rate = (sampler.steps, sampler.sample_rate) if fixed else turns
         multiplier = 0.0
         if request.get("method") != "plain":
             check_delta_for(target_delta, sampler.expected / sampler.sample_rate, allow_large_delta)
@@ -335,6 +333,8 @@ class PrivacyEngine(OpacusNames):
         assert self._capture is not None
         if self._capture.rounded:
             rows.append(("precision", "bfloat16 products, clipped by the norms of what is summed"))
+        if times := self._capture.exposed:
+            rows.append(("NOT COVERED", f"per-sample gradients were read {times} times: outside ε"))
         seeded = self.secret.insecure or self._loader.generator is not None
         if seeded or not isinstance(self._optimizer.private_step.source, SecretSource):
             rows.insert(0, ("INSECURE", "noise or batches come from a seed: anyone who knows it voids ε"))

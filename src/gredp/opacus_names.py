@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gredp.budget import Sampling, noise_multiplier
@@ -21,6 +21,22 @@ ALWAYS_SO = ("wrap_model", "rand_on_empty", "epsilon_tolerance")
 
 class OpacusNames(Resumable):
     """Methods of Opacus' PrivacyEngine that this one has by other names."""
+
+    def per_sample_gradients(self) -> dict[str, Tensor]:
+        """Of the last backward, before `step()`: each record's own gradient `[records, *shape]`, by parameter.
+
+        Opacus' `p.grad_sample`, for research. They are private data, and so is all that is printed, plotted or
+        decided by them: ε covers none of it. The engine says from then on, and in checkpoints, that they were
+        read. They are returned and not kept on the parameters, which `torch.save` would write.
+        """
+        _, optimizer = self._private()
+        spectra = optimizer.capture.pending()
+        if spectra is None:
+            raise GredpError(
+                "there are no per-sample gradients: ask after backward(), before optimizer.step()"
+            )
+        optimizer.capture.exposed += 1
+        return {name: gradient.dense() * spectra.scale for name, gradient in spectra.gradients.items()}
 
     @staticmethod
     def get_compatible_module(module: nn.Module) -> nn.Module:

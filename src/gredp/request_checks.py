@@ -41,6 +41,8 @@ def checked_schedule(
 
 def warn_of_fixed_batches(noise_multiplier: float, sampler: PoissonBatchSampler) -> None:
     """Name the price: what an epoch costs, and what it would with Poisson batches."""
+    if sampler.unit != "blanked record" or not noise_multiplier:
+        return
     delta, rate = min(1e-5, 0.1 / sampler.records), min(1.0, sampler.expected / sampler.records)
     fixed = epsilon([Entry(noise_multiplier, 1.0, 1)], delta)
     poisson = epsilon([Entry(noise_multiplier, rate, sampler.steps)], delta, "rdp")

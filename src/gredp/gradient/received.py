@@ -56,6 +56,8 @@ class Received:
         self._memory: dict[str, Buffer] = {}
         #: the batches that were handed out so far; None before the first
         self.handed_out: Callable[[], int | None] = lambda: None
+        #: how often per-sample gradients were given away, outside of ε
+        self.exposed = 0
         #: the last one that began
         self._forward = Forward()
         #: while it is set, forwards are ours and not the user's
@@ -69,13 +71,17 @@ class Received:
         self.forwards: list[Forward] = []
         self._batch: int | None = None
 
-    def take(self) -> PerSampleSpectra | None:
+    def pending(self) -> PerSampleSpectra | None:
         """What backwards have brought, valid until the next; None if there was none."""
         if self._batch is None:
             return None
         records = self._batch // self.views
         scale = float(records) if self.loss_reduction == "mean" else 1.0 / self.views
-        spectra = PerSampleSpectra(self._pending, records, scale)
+        return PerSampleSpectra(self._pending, records, scale)
+
+    def take(self) -> PerSampleSpectra | None:
+        """The same, once."""
+        spectra = self.pending()
         self.drop()
         return spectra
 

@@ -78,6 +78,7 @@ def write_checkpoint(
         "optimizer": {"state": numbers, "param_groups": inner["param_groups"]},
         "charged_before": optimizer.charged_before,
         "set": [optimizer.noise_multiplier, optimizer.planned_norm],
+        "exposed": optimizer.capture.exposed,
         "progress": progress,
     }
     try:
@@ -135,6 +136,7 @@ def restore(
         optimizer.noise_multiplier, optimizer.max_grad_norm = checkpoint.facts.get("set", optimizer.requested)
         optimizer.load_state_dict(state)
         optimizer.charged_before = before
+        optimizer.capture.exposed += int(checkpoint.facts.get("exposed", 0))
         for key, each in loaded.items():
             load_weights(each, groups[key])
         return progress
