@@ -23,7 +23,7 @@ class OpacusNames(Resumable):
     """Methods of Opacus' PrivacyEngine that this one has by other names."""
 
     def per_sample_gradients(self) -> dict[str, Tensor]:
-        """Of the last backward, before `step()`: each record's own gradient `[records, *shape]`, by parameter.
+        """Of the last backward, before `step()`: each record's own gradient `[b, *shape]`, by parameter.
 
         Opacus' `p.grad_sample`, for research. They are private data, and so is all that is printed, plotted or
         decided by them: ε covers none of it. The engine says from then on, and in checkpoints, that they were
