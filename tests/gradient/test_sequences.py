@@ -34,6 +34,7 @@ def test_products_are_kept_where_that_saves_a_second_one():
     assert isinstance(outer(8, 64, 64, 64).compact(False), Dense)
     assert isinstance(outer(8, 1, 64, 64).compact(False), Outer)  # norms part into two small ones
     assert isinstance(outer(8, 4, 512, 512).compact(False), Outer)  # Gram matrices are far smaller
+    assert isinstance(outer(1, 32, 384, 1536).compact(False), Outer)  # ten times the memory of its factors
 
 
 @pytest.mark.parametrize("left", [1.0, 1e-2, 1e-4, 0.0])

@@ -54,7 +54,9 @@ class Outer(Factored):
         # Two Gram matrices and the product over all records, against the product and looks at the result:
         # nanoseconds of one core, fitted to twelve shapes.
         gram = (positions * positions * (o + i) + positions * o * i) / 25
-        if positions == 1 or self.batch * o * i > KEPT or gram < positions * o * i / 37 + 0.45 * o * i:
+        # Products of wide layers over short sequences would take many times the memory of their factors.
+        fits = self.batch * o * i <= KEPT and o * i <= 4 * positions * (o + i)
+        if positions == 1 or not fits or gram < positions * o * i / 37 + 0.45 * o * i:
             return self
         buffer = buffer or Buffer()
         values = buffer.take((self.batch, o, i), self.left)
