@@ -25,7 +25,7 @@ class OpacusNames(Resumable):
     def per_sample_gradients(self) -> dict[str, Tensor]:
         """Of the last backward, before `step()`: each record's own gradient `[b, *shape]`, by parameter.
 
-        Opacus' `p.grad_sample`, for research. They are private data, and so is all that is printed, plotted or
+        Opacus' `p.grad_sample`, for research. They are private data, and so is all that is printed, drawn or
         decided by them: ε covers none of it. The engine says from then on, and in checkpoints, that they were
         read. They are returned and not kept on the parameters, which `torch.save` would write.
         """
