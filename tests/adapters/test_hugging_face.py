@@ -24,6 +24,8 @@ with warnings.catch_warnings():
         EarlyStoppingCallback,
         GPT2Config,
         GPT2LMHeadModel,
+        T5Config,
+        T5ForConditionalGeneration,
         TrainerCallback,
         TrainingArguments,
     )
@@ -85,6 +87,24 @@ def language_model() -> nn.Module:
     return get_peft_model(GPT2LMHeadModel(config), lora)
 
 
+def translator() -> nn.Module:
+    """T5: distances between positions, tables and the last matrix tied."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=WORDS,
+        d_model=8,
+        d_kv=4,
+        d_ff=12,
+        num_layers=2,
+        num_heads=2,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=8,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
 def texts(count: int = 12, tokens: bool = False) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, WORDS, (count, LENGTH), generator=generator)
@@ -125,7 +145,10 @@ class Logits(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids).logits
+        if not self.model.config.is_encoder_decoder:
+            return self.model(input_ids=ids).logits
+        before = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1)
+        return self.model(input_ids=ids, decoder_input_ids=before).logits
 
 
 class Keeps(TrainerCallback):
@@ -145,6 +168,11 @@ def next_words(out: Tensor, label: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(o[None], y[None]) for o, y in known]).mean()
 
 
+def same_words(out: Tensor, label: Tensor) -> Tensor:
+    """One record of a translator, whose decoder was given the words before each target."""
+    return F.cross_entropy(out[0], label[0])
+
+
 @pytest.mark.parametrize("size", [None, 5, LENGTH])
 @pytest.mark.parametrize(
     ("make", "tokens", "loss"),
@@ -153,11 +181,14 @@ def next_words(out: Tensor, label: Tensor) -> Tensor:
         (language_model, True, next_words),
         (whole_classifier, False, one_of_classes),
         (whole_language_model, True, next_words),
+        (translator, True, same_words),
     ],
 )
 def test_the_released_sum_is_the_oracles(tmp_path, make, tokens, loss, size):
     """No noise, every record in the batch: each counts by at most the clipping norm, in LoRA's layers."""
     model, data, clip = make(), texts(tokens=tokens), 0.05
+    if make is translator:
+        data = [{"input_ids": row["input_ids"], "labels": row["input_ids"].clone()} for row in data]
     ids, labels = (torch.stack([row[key] for row in data]) for key in ("input_ids", "labels"))
     truth = oracles.per_sample_gradients(Logits(copy.deepcopy(model)).train(), ids, labels, loss)
     keeps = Keeps()

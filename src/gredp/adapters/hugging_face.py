@@ -138,18 +138,33 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # untyped here, see pyproj
     ) -> Any:
         """The mean of `record_losses`."""
         labels = inputs["labels"]
-        outputs = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        told = {key: value for key, value in inputs.items() if key != "labels"}
+        if self._translates() and "decoder_input_ids" not in told:
+            told["decoder_input_ids"] = self._base().prepare_decoder_input_ids_from_labels(labels)
+        outputs = model(**told)
         loss = self.record_losses(outputs.logits, labels).mean()
         return (loss, outputs) if return_outputs else loss
 
     def record_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """`[b]`: each record's own loss, for token losses their mean over the record's own targets."""
-        base = getattr(self.model, "get_base_model", lambda: self.model)()  # within peft's wrapper
+        base = self._base()
         name = type(base).__name__
         kind = getattr(base, "loss_type", None) or ("ForCausalLM" if name.endswith("LMHeadModel") else name)
+        if self._translates():  # its decoder's inputs are shifted, not its targets
+            return of_tokens(logits, labels)
         if kind not in LOSSES:
             raise GredpError(f"no loss by record is known for {kind}: override PrivateTrainer.record_losses")
         return LOSSES[kind](logits, labels)
+
+    def _base(self) -> Any:
+        """The network, within peft's wrapper or not."""
+        return getattr(self.model, "get_base_model", lambda: self.model)()
+
+    def _translates(self) -> bool:
+        """Whether it has an encoder, and a decoder that is given the words before each target."""
+        base = self._base()
+        conditional = type(base).__name__.endswith("ForConditionalGeneration")
+        return conditional and base.config.is_encoder_decoder
 
     # ---------------------------------------------------------------- what the Trainer tells
 

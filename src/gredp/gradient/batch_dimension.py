@@ -16,6 +16,7 @@ from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gredp.errors import GredpError
+from gredp.gradient.shared import Shared, is_shared
 from gredp.gradient.units import noting
 
 #: of a layer's inputs and outputs, in the first dimension and in the second
@@ -35,13 +36,16 @@ class RowsOnZeros:
         #: layers that ran on zeros, with their sizes there in the first dimension, and in the second
         self.seen: dict[nn.Module, Sizes] = {}
         self._few = 0
+        #: what tables that records share met that were no records
+        self.beside: set[tuple[str, int, int]] = set()
 
     def run(self, part: nn.Module, args: Any, kwargs: Any, batch: int) -> None:
         if self.parts[part] <= self.seen.keys():
             return
         layers, self.parts[part] = self.parts[part], set()
         self._few = self._few or _another(args, kwargs, batch, self._sizes)
-        self.seen |= rows_of_zeros(part, layers, args, kwargs, batch, self._few, self.axis)
+        zeros = rows_of_zeros(part, layers, args, kwargs, batch, self._few, self.axis, self.beside)
+        self.seen |= zeros or rows_of_zeros(part, layers, args, kwargs, batch, self._few, self.axis)
 
     def axis_of(self, layer: nn.Module) -> int:
         """The dimension of the batch: in models that have it second, the one that follows it on zeros."""
@@ -61,27 +65,6 @@ class RowsOnZeros:
         return self._few not in seen or (rows in seen and rows != self._few)
 
 
-def is_positions(layer: nn.Module, x: Tensor) -> bool:
-    """Whether these ids, `[t]` or `[1, t]`, are places in a table that has no batch dimension.
-
-    Only consecutive ids are: others might come from records, whose gradients would depend on one another.
-    """
-    if not isinstance(layer, nn.Embedding) or x.dim() > 2 or (x.dim() == 2 and x.shape[0] != 1):
-        return False
-    ids = x.flatten()
-    return torch.equal(ids, ids[:1] + torch.arange(len(ids), device=ids.device))
-
-
-def as_records(x: Tensor, out: Tensor, records: int) -> tuple[Tensor, Tensor]:
-    """Ids and output of a table of positions as every record has them, `[b, t]` and `[b, t, d]`.
-
-    Broadcasting gives each record the same numbers, so the network computes what it did; but now the gradient
-    of a record is its own.
-    """
-    ids = x.flatten()
-    return ids.expand(records, -1), out.view(len(ids), -1).expand(records, -1, -1)
-
-
 def _another(args: Any, kwargs: Any, batch: int, sizes: set[int]) -> int:
     """A number of records that no other dimension of the arguments has, nor any of these."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -90,21 +73,32 @@ def _another(args: Any, kwargs: Any, batch: int, sizes: set[int]) -> int:
 
 
 def rows_of_zeros(
-    module: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Any, batch: int, few: int, axis: int
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    args: Any,
+    kwargs: Any,
+    batch: int,
+    few: int,
+    axis: int,
+    beside: set[tuple[str, int, int]] | None = None,
 ) -> dict[nn.Module, Sizes]:
     """How many rows those of `layers` have that run, with another batch; the arguments hold `batch` records.
 
     The model is run on `few` records of zeros, of the shapes that it is called with: on no private
     value. Buffers and random numbers are as before. A model that cannot be run on zeros is left alone: its
     layers are compared with the batch at every step, where the coincidence ends with the first batch of
-    another size.
+    another size. With `beside`, tables that records share meet them as they will in training.
     """
     rows: dict[nn.Module, Sizes] = {}
 
-    def note(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def note(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         for tensor in (leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)):
             for sizes, size in zip(rows.setdefault(layer, (set(), set())), tensor.shape):
                 sizes.add(size)
+        if beside is not None and not axis and rows[layer][0] and few not in rows[layer][0]:
+            (x, *_) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            return Shared.of(out.expand(few, *out.shape), beside) if is_shared(layer, x) else None
+        return None
 
     try:
         args, kwargs = tree_map(lambda leaf: _zeros(leaf, batch, few, axis), (args, kwargs))

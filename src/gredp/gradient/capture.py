@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
-from gredp.gradient.batch_dimension import RowsOnZeros, as_records, is_positions
+from gredp.gradient.batch_dimension import RowsOnZeros
 from gredp.gradient.graph import in_backward, in_graph, reaches_weights
 from gredp.gradient.received import Forward, Received
+from gredp.gradient.shared import Shared, is_shared
 from gredp.gradient.state import UntrainedState
 from gredp.gradient.units import blocks, find_units
 from gredp.mechanisms.plan import Needs
@@ -173,8 +174,9 @@ class Capture(Received):
         expected = self._records(x)
         x = x.transpose(0, axis) if axis else x
         constant = x.dim() > 0 and self._on_zeros.constant(layer, x.shape[0], axis)
-        if constant and not self._on_zeros.axis and is_positions(layer, x):
-            (x, out), constant = as_records(x, out, expected), False
+        shared = constant and not self._on_zeros.axis and is_shared(layer, x)
+        if shared:
+            x, out, constant = x.expand(expected, *x.shape), out.expand(expected, *out.shape), False
         if x.dim() == 0 or out.dim() <= axis or not x.shape[0] == out.shape[axis] == expected:
             raise GredpError(
                 f"{unit.name} ({type(layer).__name__}) turns {tuple(inputs[0].shape)} into "
@@ -200,7 +202,7 @@ class Capture(Received):
         out = in_graph(out, reads_output=unit.rule is None)
         self.reduction.mark(out)
         out.register_hook(receive)
-        return out
+        return Shared.of(out, self._on_zeros.beside) if shared else out
 
 
 class _Hook(partial[Any]):
