@@ -663,9 +663,9 @@ class Scaled(nn.Module):
         (Scaled(), lambda x: (x, x.new_ones(4, 3)), r"^mix \(Scaled\) has 4 rows whatever the batch"),
         (Scaled(), lambda x: (x, x.new_ones(5, 3)), r"^mix \(Scaled\) takes 2 tensors and returns Tensor"),
         (
-            nn.EmbeddingBag(6, 2),
+            nn.EmbeddingBag(6, 2, mode="max"),
             lambda x: (x[:, 0].long(), torch.arange(len(x))),
-            r"^mix \(EmbeddingBag\) got ids with offsets.*\[batch, length\]",
+            r"^mix \(EmbeddingBag\) takes the maximum of ids with offsets.*\[batch, length\]",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tables that records share: each record's gradient is that of the loop, however the table meets the records."""
+"""Tables that records share: gradients equal the loop over records, however both meet."""
 
 import pytest
 import torch

@@ -89,6 +89,21 @@ class Pairs(nn.Module):
         return self.layer(x[:, :2], torch.tanh(x[:, 2:]))
 
 
+class Bags(nn.Module):
+    """Each record's ids up to the first 3, all in one row with offsets."""
+
+    def __init__(self, weighted: bool = False, **options):
+        super().__init__()
+        self.layer, self.weighted = nn.EmbeddingBag(6, 3, **options), weighted
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = (x != 3).cumprod(1).bool()
+        offsets = nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
+        offsets = offsets if self.layer.include_last_offset else offsets[:-1]
+        weights = torch.arange(1, 1 + x.shape[1]).to(self.layer.weight).expand(x.shape)[kept]
+        return self.layer(x[kept], offsets, per_sample_weights=weights if self.weighted else None)
+
+
 class Upper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu()
@@ -213,6 +228,15 @@ CASES = {
     "parametrized": Case(lambda: register_parametrization(nn.Linear(4, 3), "weight", Upper()), (4,)),
     "bilinear": Case(Pairs, (5,)),
     "embedding bag": Case(lambda: nn.EmbeddingBag(6, 3), (4,), ids=6),
+    "embedding bag, sum, padding": Case(
+        lambda: nn.EmbeddingBag(6, 3, mode="sum", padding_idx=2), (4,), ids=6
+    ),
+    "embedding bag, maximum": Case(lambda: nn.EmbeddingBag(6, 3, mode="max"), (4,), ids=6),
+    "bags with offsets": Case(Bags, (5,), ids=6),
+    "bags with offsets, padding": Case(lambda: Bags(padding_idx=2), (5,), ids=6),
+    "bags with offsets, weighted, the end too": Case(
+        lambda: Bags(True, mode="sum", include_last_offset=True), (5,), ids=6
+    ),
     "bare parameters": Case(Bare, (4,)),
     "bare parameters, positions": Case(Bare, (3, 4)),
     "scalar parameter": Case(Scalar, (3,)),
@@ -617,6 +641,28 @@ def test_further_arguments_reach_the_generic_rule_or_are_refused(call):
     except GredpError:
         return  # refused by name is as good
     assert_equals_the_loop(model, x)
+
+
+def test_a_model_may_be_called_with_the_ids_of_all_records_and_their_offsets():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.EmbeddingBag(6, 3), nn.Linear(3, 2)
+
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            return self.head(self.words(ids, offsets))
+
+    torch.manual_seed(1)
+    model, ids = Model().double(), torch.randint(6, (7,))
+    capture = Capture(model.train(), "sum")
+    wavy(model(ids, torch.tensor([0, 4, 4]))).sum().backward()
+    found = capture.take().gradients
+    capture.detach()
+    for row, bag in enumerate((ids[:4], ids[:0], ids[4:])):
+        model.zero_grad()
+        wavy(model(bag, torch.tensor([0]))).sum().backward()
+        for name, gradient in found.items():
+            assert_close(gradient.dense()[row], model.get_parameter(name).grad)
 
 
 def test_the_input_may_come_as_a_keyword():

@@ -92,7 +92,9 @@ def rows_of_zeros(
     rows: dict[nn.Module, Sizes] = {}
 
     def note(layer: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        for tensor in (leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)):
+        # ids of bags are as many as they are, in no dimension of their own
+        looked_at = out if isinstance(layer, nn.EmbeddingBag) else (args, kwargs, out)
+        for tensor in (leaf for leaf in tree_leaves(looked_at) if isinstance(leaf, Tensor)):
             for sizes, size in zip(rows.setdefault(layer, (set(), set())), tensor.shape):
                 sizes.add(size)
         if beside is not None and not axis and rows[layer][0] and few not in rows[layer][0]:

@@ -18,6 +18,7 @@ from gredp.errors import GredpError
 from gredp.gradient.batch_dimension import RowsOnZeros
 from gredp.gradient.graph import in_backward, in_graph, reaches_weights
 from gredp.gradient.received import Forward, Received
+from gredp.gradient.rules import embedding_bag, weighted_bags
 from gredp.gradient.shared import Shared, is_shared
 from gredp.gradient.state import UntrainedState
 from gredp.gradient.units import blocks, find_units
@@ -87,9 +88,12 @@ class Capture(Received):
         if module is not self.module or self._paused:
             return
         tensors = _tensors((args, kwargs))
+        bags = any(unit.rule is embedding_bag for unit in self.units)
+        if bags and [t.dim() for t in tensors[:2]] == [1, 1] and not tensors[1].is_floating_point():
+            tensors = tensors[1:]  # ids, and the offset of each record
         self._root_batch = self._rows(tensors[0]) if tensors else None
         if torch.is_grad_enabled():
-            self._forward = Forward(self.handed_out(), memory_of(tensors))
+            self._forward = Forward(self.handed_out(), memory_of(_tensors((args, kwargs))))
         if module.training:
             self.state.begin_forward()
 
@@ -158,10 +162,12 @@ class Capture(Received):
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in places]
-        if isinstance(layer, nn.EmbeddingBag) and inputs[0].dim() == 1:
+        if unit.rule is embedding_bag:
+            inputs = [weighted_bags(layer, *args, **kwargs)]  # type: ignore[arg-type]
+        elif isinstance(layer, nn.EmbeddingBag) and inputs[0].dim() == 1:
             raise GredpError(
-                f"{unit.name} (EmbeddingBag) got ids with offsets, which are no rows of records: give it ids "
-                "[batch, length], padded with a padding_idx"
+                f"{unit.name} (EmbeddingBag) takes the maximum of ids with offsets, which are no rows of "
+                "records: give it ids [batch, length], padded with a padding_idx, or use mode='mean'"
             )
         alike = unit.rule is None and len({t.shape[:1] for t in inputs}) == 1
         if not (len(inputs) == 1 or alike) or not isinstance(out, Tensor):

@@ -110,6 +110,40 @@ def embedding(layer: nn.Embedding, x: Tensor, g: Tensor) -> Gradients:
     return {"weight": Lookup(ids, g, layer.num_embeddings)}
 
 
+@register_rule(nn.EmbeddingBag)
+def embedding_bag(layer: nn.EmbeddingBag, x: Tensor, g: Tensor) -> Gradients:
+    """`x` is that of `weighted_bags`."""
+    ids, weights = x[..., 0].long(), x[..., 1:].to(g)
+    return {"weight": Lookup(ids, g[:, None] * weights, layer.num_embeddings)}
+
+
+def weighted_bags(
+    layer: nn.EmbeddingBag,
+    input: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """The arguments of its call as `[b, t, 2]`: ids of each record, and their weights in its sum or mean."""
+    weights = torch.ones_like(input, dtype=torch.float64)
+    if per_sample_weights is not None:
+        weights = per_sample_weights.detach().double()
+    if layer.padding_idx is not None:
+        weights = weights.masked_fill(input == layer.padding_idx, 0)
+    bags = torch.stack([input.double(), weights], -1)
+    if offsets is not None:
+        last = [] if layer.include_last_offset else [len(input)]
+        ends = torch.cat([offsets, offsets.new_tensor(last)])[1:]
+        starts = offsets[: len(ends)]
+        places = torch.arange(int((ends - starts).max()) if len(ends) else 0, device=input.device)
+        within = places < (ends - starts)[:, None]
+        rows = bags.new_zeros(*within.shape, 2)
+        rows[within] = bags[(starts[:, None] + places)[within]]
+        bags = rows
+    if layer.mode == "mean":
+        bags[..., 1] /= bags[..., 1].sum(1, keepdim=True).clamp(min=1)
+    return bags
+
+
 @register_rule(nn.GroupNorm)
 def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Gradients:
     return _grouped(layer.num_groups, layer.eps, x, g)
@@ -162,6 +196,8 @@ def _positions(x: Tensor) -> Tensor:
 def rule_for(layer: nn.Module) -> Rule | None:
     """The rule of this type, or of the type it inherits its forward from unchanged."""
     if is_parametrized(layer):  # its weights are computed from others
+        return None
+    if isinstance(layer, nn.EmbeddingBag) and layer.mode == "max":
         return None
     for kind in type(layer).__mro__:
         if issubclass(kind, nn.Module) and kind in RULES and type(layer).forward is kind.forward:

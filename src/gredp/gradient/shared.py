@@ -92,7 +92,7 @@ def _of_copies(name: str, func: Callable[..., Any], call: Any) -> Any:
     if not (elementwise or MOVE.fullmatch(name)):
         raise GredpError(
             f"{name} of a table that records share (its ids have no batch dimension): nothing tells which "
-            "record has which part in it; give the table ids [batch, ...] (ids.expand(len(x), -1)), or freeze it"
+            "record has which part in it; give the table ids [batch, ...] (ids.expand(len(x), -1))"
         )
     if elementwise and rows - {1}:
         first.beside.add(operation)
