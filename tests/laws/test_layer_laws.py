@@ -225,6 +225,7 @@ CASES = {
     ),
     "weight norm, linear": Case(lambda: weight_norm(nn.Linear(4, 3)), (2, 4)),
     "weight norm, conv1d": Case(lambda: weight_norm(nn.Conv1d(2, 3, 3, bias=False)), (2, 5)),
+    "weight norm, of all": Case(lambda: weight_norm(nn.Linear(4, 3), dim=None), (4,)),
     "parametrized": Case(lambda: register_parametrization(nn.Linear(4, 3), "weight", Upper()), (4,)),
     "bilinear": Case(Pairs, (5,)),
     "embedding bag": Case(lambda: nn.EmbeddingBag(6, 3), (4,), ids=6),

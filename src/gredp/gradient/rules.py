@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gredp.errors import GredpError
@@ -213,6 +214,16 @@ def grid_axes(layer: nn.Module, parameter: str) -> int:
     return value.dim() - 2 if isinstance(layer, Convolution) else 1
 
 
+class _Vectorized(TorchFunctionMode):
+    """Weight normalization from operations that `torch.func` need not loop over."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._weight_norm:
+            weight, scale, dim = args
+            return weight * (scale / torch.norm_except_dim(weight, 2, dim))
+        return func(*args, **(kwargs or {}))
+
+
 def generic(layer: nn.Module, names: list[str], g: Tensor, call: Call) -> Gradients:
     """Any module with one tensor out, and a row per record in each that goes in: by `torch.func`.
 
@@ -231,7 +242,8 @@ def generic(layer: nn.Module, names: list[str], g: Tensor, call: Call) -> Gradie
         args, kwargs = tree_unflatten([rows.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
 
         def forward(parameters: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(layer, {**state, **parameters}, args, kwargs).squeeze(axis)
+            with _Vectorized():
+                return torch.func.functional_call(layer, {**state, **parameters}, args, kwargs).squeeze(axis)
 
         return torch.func.vjp(forward, values)[1](out)[0]
 
