@@ -167,6 +167,12 @@ def two_draws_moved(model, optimizer, loader):
     optimizer.step()
 
 
+def two_draws_one_moved(model, optimizer, loader):
+    (a, _), (b, _) = chain(loader, loader)
+    in_one_loss(model, a, b.clone())
+    optimizer.step()
+
+
 def a_draw_accumulated(model, optimizer, loader):
     for x, _ in chain(loader, loader):
         model(x.clone()).square().mean().backward()
@@ -215,6 +221,7 @@ def a_gradient_penalty(model, optimizer, loader):
 REFUSED = {
     two_draws: r"^these inputs are of more than one batch",
     two_draws_moved: r"^several forwards in a step, and more than one batch that no step was on",
+    two_draws_one_moved: r"^several forwards in a step, and more than one batch that no step was on",
     a_draw_accumulated: r"^gradients of an earlier batch are still there",
     an_earlier_batch: r"^these inputs are of more than one batch",
     an_earlier_part: r"^these inputs are of more than one batch",

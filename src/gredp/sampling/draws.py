@@ -116,8 +116,9 @@ class HandedOut:
     def of_one_batch(self, forwards: list[list[StorageWeakRef]]) -> list[StorageWeakRef]:
         """The inputs of all forwards of a step, which are rejected if they may be of several batches."""
         inputs = [place for forward in forwards for place in forward]
-        known = self.by_memory(inputs) or self.waiting
-        if len(forwards) > 1 and known is None and len(self.unused or ()) > 1:
+        self.by_memory(inputs)  # not of several that are known
+        known = self.waiting is not None or all(self.by_memory(forward) for forward in forwards)
+        if len(forwards) > 1 and not known and len(self.unused or ()) > 1:
             raise GredpError(
                 "several forwards in a step, and more than one batch that no step was on: take the next one "
                 "after the step, and skip none, so that all forwards are known to be on one draw"
