@@ -38,6 +38,7 @@ import test_reduction
 import test_rounding
 import test_runs
 import test_schedule
+import test_shared
 import test_times
 import test_turns
 import test_views
@@ -247,6 +248,11 @@ MUTANTS = [
         bugs.every_shared_table_taken_for_positions,
         test_batch_dimension.test_a_coincidence_of_sizes_is_refused_by_name_before_anything_is_charged,
         (test_batch_dimension.Scrambled, "places", {}),
+    ),
+    Mutant(
+        bugs.shared_tables_expanded_at_once,
+        test_shared.test_gradients_equal_the_loop_over_records,
+        ("[1, t], its only row", 3),
     ),
     Mutant(
         bugs.reductions_taken_at_their_word,

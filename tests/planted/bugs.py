@@ -30,6 +30,7 @@ import gredp.gradient.per_sample as per_sample
 import gredp.gradient.received as received
 import gredp.gradient.reduction as reduction
 import gredp.gradient.shaping as shaping
+import gredp.gradient.shared as shared
 import gredp.gradient.state as state
 import gredp.gradient.step as step
 import gredp.gradient.summation as summation
@@ -467,7 +468,12 @@ def coincidences_taken_for_records(patch: Patch) -> None:
 
 def every_shared_table_taken_for_positions(patch: Patch) -> None:
     """Rows that all records share are broadcast to each, though other records may have chosen them."""
-    patch.setattr(capture, "is_positions", lambda layer, x: isinstance(layer, torch.nn.Embedding))
+    patch.setattr(capture, "is_shared", lambda layer, x: isinstance(layer, torch.nn.Embedding))
+
+
+def shared_tables_expanded_at_once(patch: Patch) -> None:
+    """The first record gets the gradients of all, where the model takes the only row of what they share."""
+    patch.setattr(shared.Shared, "of", staticmethod(lambda copies, beside: copies.squeeze(1)))
 
 
 def reductions_taken_at_their_word(patch: Patch) -> None:
