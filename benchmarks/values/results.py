@@ -48,6 +48,9 @@ def values() -> dict[str, Any]:
         "own_image_rows": [_images(row) for row in load("own_images")["rows"]],
         "lstm": load("lstm"),
         "lstm_rows": _recurrent(load("lstm")),
+        "clipping": load("clipping"),
+        "clipping_norms": [f"{norm:g}" for norm in _norms(load("clipping"))],
+        "clipping_rows": _clipping(load("clipping")),
         "sklearn": load("sklearn"),
         "sklearn_rows": _sklearn(load("sklearn")),
         "bands": bands,
@@ -129,6 +132,24 @@ def _recurrent(record: dict[str, Any]) -> list[tuple[str, ...]]:
         epsilon = f"{round_up(max(spent), 3)}" if spent else "–"
         shown.append((training, str(rows[0]["steps"]), epsilon, accuracy))
     return shown
+
+
+def _norms(record: dict[str, Any]) -> list[float]:
+    return sorted({row["norm"] for row in record["rows"]})
+
+
+def _clipping(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Fixed and adaptive norms, one column for each first norm: mean and range of the seeds."""
+    found = {(row["clipping"], row["norm"]): row["accuracies"] for row in record["rows"]}
+    named = {"flat": "fixed", "adaptive": "adaptive"}
+    return [
+        (named[clipping], *(_mean_and_range(found[clipping, norm]) for norm in _norms(record)))
+        for clipping in named
+    ]
+
+
+def _mean_and_range(accuracies: list[float]) -> str:
+    return f"{statistics.mean(accuracies):.1f} ({min(accuracies):.1f} to {max(accuracies):.1f})"
 
 
 def _sklearn(record: dict[str, Any]) -> list[tuple[str, ...]]:
