@@ -2,7 +2,7 @@
 
 python benchmarks/accuracy.py finals --only mnist --seeds 3       # the test set, once for each seed
 python benchmarks/accuracy.py ablations --only mnist              # on training records that are held out
-python benchmarks/accuracy.py finals --only cifar10-transfer cifar100-transfer --pretrained WEIGHTS
+python benchmarks/accuracy.py finals --only cifar10-transfer --pretrained WEIGHTS
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ RECIPES: dict[str, tuple[float, ...]] = {
     "mnist": (1.0,),
     "cifar10": (1.5, 2.0),
     "cifar10-transfer": (2.0,),
-    "cifar100-transfer": (2.0,),
 }
 HELD_OUT = 10_000
 #: LeNet-5's settings when it sees pixels, those that did best in the first trials of it

@@ -136,8 +136,8 @@ class ModelOptions:
     """share of the privacy budget for means and energies of the feature channels, released before training;
     0.02 is plenty, 0 leaves the features as they are"""
     pretrained: str | None = None
-    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. Its later
-    stages compute features; resnet18-1conv and resnet18-2conv train its last block"""
+    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. The network up
+    to its last block computes features; resnet18-1conv and resnet18-2conv train the rest"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     ema: float = 0.0
@@ -229,8 +229,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
     For your own data, --data FOLDER or --data MINE.csv, settings that fit are chosen from public facts."""
 
     recipe: str | None = None
-    """settings from a file: mnist, fashion-mnist, cifar10, cifar10-transfer, cifar100-transfer, or the
-    path of your own .toml; command-line options override it"""
+    """settings from a file: mnist, fashion-mnist, cifar10, cifar10-transfer, or the path of your own .toml;
+    command-line options override it"""
     epsilon: float = 2.0
 
     @property

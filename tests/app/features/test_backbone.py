@@ -93,17 +93,6 @@ def test_front_and_tail_are_the_whole_network(file, weights, name):
         )
 
 
-def test_two_stages_of_an_image_and_its_mirror_image(file):
-    x, seen = torch.rand(2, 3, 8, 8), []
-    both, plain = Backbone(file, 64, stages=True), Backbone(file, 64)
-    assert both.identity() != plain.identity()
-    plain.network.layer3.register_forward_hook(lambda layer, given, out: seen.append(out))
-    fourth = (plain(x) + plain(x.flip(3)).flip(3)) / 2
-    third = F.interpolate((seen[0] + seen[1].flip(3)) / 2, scale_factor=0.5, mode="area")
-    torch.testing.assert_close(both(x), torch.cat([third, fourth], 1))
-    torch.testing.assert_close(both(x.flip(3)), both(x).flip(3))
-
-
 def test_features_of_a_record_do_not_depend_on_the_others(file):
     x, front = torch.rand(3, 3, 16, 16), Backbone(file)
     alone = torch.cat([front(record[None]) for record in x])

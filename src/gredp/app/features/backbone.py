@@ -19,24 +19,18 @@ from gredp.storage.files import one_line, read
 
 #: largest file of weights that is read
 LARGEST_WEIGHTS = 1 << 30
-#: height and width that images are scaled up to for a classifier on two stages
-SIZE = 128
-STAGES = "layer3 and layer4.0, mirrored"
 
 
 class Backbone:
     """Images `[b, 3, h, w]` in [0, 1], scaled up to `size` pixels → features `[b, 512, size/32, size/32]`.
 
-    With `stages`, `[b, 768, size/32, size/32]`: those of the third stage first, and all of them averaged over
-    the image and its mirror image turned back.
-
     `path` is a safetensors file with torchvision's names, in half or single precision; its classifier, if it
     has one, is not used. Normalization layers keep the statistics of the file.
     """
 
-    def __init__(self, path: str, size: int = 96, stages: bool = False) -> None:
+    def __init__(self, path: str, size: int = 96) -> None:
         content = read(Path(path).expanduser().resolve(), LARGEST_WEIGHTS)
-        self.path, self.size, self.stages = path, size, stages
+        self.path, self.size = path, size
         self.sha256 = hashlib.sha256(content).hexdigest()
         try:
             found = load(content)
@@ -63,12 +57,11 @@ class Backbone:
                 raise GredpError(f"{self.path}: {name} holds values that are not finite")
 
     def identity(self) -> dict[str, Any]:
-        until = STAGES if self.stages else "layer4.0"
-        return {"name": "resnet18", "until": until, "size": self.size, "sha256": self.sha256}
+        return {"name": "resnet18", "until": "layer4.0", "size": self.size, "sha256": self.sha256}
 
     @cached_property
     def network(self) -> ResNet18:
-        network = ResNet18(size=self.size, stages=self.stages)
+        network = ResNet18(size=self.size)
         self.load_into(network)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network.requires_grad_(False).eval()

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -60,15 +59,11 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """The standard network: 7×7 stem, four stages of two blocks; small images are scaled up to `size`.
+    """The standard network: 7×7 stem, four stages of two blocks; small images are scaled up to `size`."""
 
-    With `stages`, its features are what two stages give, side by side, averaged over the image and its mirror
-    image turned back: more for a linear classifier, and nothing for the network's own rest.
-    """
-
-    def __init__(self, classes: int = 10, size: int = 96, stages: bool = False) -> None:
+    def __init__(self, classes: int = 10, size: int = 96) -> None:
         super().__init__()
-        self.size, self.stages = size, stages
+        self.size = size
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.layer1 = nn.Sequential(BasicBlock(64, 64, 1), BasicBlock(64, 64, 1))
@@ -81,23 +76,13 @@ class ResNet18(nn.Module):
         return classify(self.layer4[1], self.fc, self.features(x))
 
     def features(self, x: Tensor) -> Tensor:
-        """`[b, 3, h, w]` → `[b, 512, size/32, size/32]`: all before the last block; frozen.
-
-        With `stages` 768: first the third stage's 256, averaged over 2×2.
-        """
-        if not self.stages:
-            return self._stages(x)[1]
-        pairs = zip(self._stages(x), self._stages(x.flip(3)))
-        third, fourth = ((seen + mirrored.flip(3)) / 2 for seen, mirrored in pairs)
-        return torch.cat([F.avg_pool2d(third, 2), fourth], 1)
-
-    def _stages(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What the third stage gives, and the first block of the fourth."""
+        """`[b, 3, h, w]` → `[b, 512, size/32, size/32]`: all before the last block; frozen."""
         if x.shape[-1] != self.size:
             x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", antialias=False)
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
-        third = self.layer3(self.layer2(self.layer1(x)))
-        return third, self.layer4[0](third)
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4[0]):
+            x = stage(x)
+        return x
 
 
 class Tail(nn.Module):
