@@ -4,13 +4,14 @@ They set `noise_multiplier` or `max_grad_norm` of the optimizer: each change is 
 and charged from the next step on. Factors must be public, known from the number of the epoch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from gredp.optimizer import PrivateOptimizer
 
 
-class Scheduler:
+class Scheduler(ABC):
     """Multiplies what it schedules by `factor(epoch)`, by default of what it was in the epoch before."""
 
     attribute: ClassVar[str]
@@ -19,8 +20,9 @@ class Scheduler:
         self.optimizer, self.last_epoch = optimizer, last_epoch
         self.step()
 
+    @abstractmethod
     def factor(self, epoch: int) -> float:
-        raise NotImplementedError
+        """What the value of the epoch before, or of the beginning, is multiplied by."""
 
     def step(self) -> None:
         self.last_epoch += 1
@@ -71,9 +73,12 @@ class _Lambda(Scheduler):
         self.function, self.base = function, getattr(optimizer, self.attribute)
         super().__init__(optimizer, last_epoch=last_epoch)
 
+    def factor(self, epoch: int) -> float:
+        return self.function(epoch)
+
     def step(self) -> None:
         self.last_epoch += 1
-        self._set(self.base, self.function(self.last_epoch))
+        self._set(self.base, self.factor(self.last_epoch))
 
 
 class ExponentialNoise(_Exponential):

@@ -52,34 +52,15 @@ def poisson_loader(
     """
     if not isinstance(loader, DataLoader):
         raise GredpError(f"Poisson batches need a torch DataLoader, not a {type(loader).__name__}")
-    known = loader.batch_sampler
-    if isinstance(known, PoissonBatchSampler):
-        if split is not None or known.split is not None:
-            raise GredpError("correlation bands need a data loader that was not made private before")
-        if weights is not None or fixed != isinstance(known, ShuffledBatchSampler):
-            raise GredpError("weights and fixed batches need a data loader that was not made private before")
-        if persons is not None or records_per_person is not None:
-            raise GredpError("persons need a data loader that was not made private before")
-        if known.views_of_a_record != views:
-            raise GredpError(
-                f"the data loader gives {known.views_of_a_record} views of a record, not {views}"
-            )
-        if sample_rate not in (None, known.sample_rate):
-            raise GredpError(f"the data loader draws at rate {known.sample_rate:g}, not {sample_rate}")
-        return loader if isinstance(loader, PrivateLoader) else PrivateLoader.like(loader, known)
+    if isinstance(loader.batch_sampler, PoissonBatchSampler):
+        whose = persons, records_per_person
+        return _drawn_again(loader, loader.batch_sampler, sample_rate, views, split, whose, weights, fixed)
     if isinstance(loader.dataset, IterableDataset):
         raise GredpError("Poisson sampling needs a dataset with an index, not an IterableDataset")
     if loader.batch_size is None:
         raise GredpError("the data loader needs a batch_size: its own batch sampler cannot be accounted for")
-    batch_size, order = loader.batch_size, cast(Sized, loader.sampler)
-    records, kind = len(cast(Sized, loader.dataset)), type(order)
-    if issubclass(kind, DistributedSampler):
-        raise GredpError("give all records without a DistributedSampler: processes share batches themselves")
-    if issubclass(kind, WeightedRandomSampler):
-        raise GredpError("WeightedRandomSampler: give make_private its weights=…, which must be public")
-    if not issubclass(kind, SequentialSampler | RandomSampler) or len(order) != records:
-        what = f"Poisson batches from all {records} records would replace the {kind.__name__}"
-        raise GredpError(f"{what}: to train on some, use torch.utils.data.Subset")
+    batch_size, records = loader.batch_size, len(cast(Sized, loader.dataset))
+    _reject_own_order(loader, records)
     if records == 0:
         raise GredpError("the dataset is empty: there is nothing to train on")
     if persons is None and records_per_person is not None:
@@ -117,6 +98,43 @@ def poisson_loader(
     private = PrivateLoader.like(loader, sampler, collate)
     private.in_parts = sampler.split is not None
     return private
+
+
+def _drawn_again(
+    loader: DataLoader[Any],
+    known: PoissonBatchSampler,
+    sample_rate: float | None,
+    views: int,
+    split: Split | None,
+    whose: tuple[PersonIds | None, int | None],
+    weights: Any,
+    fixed: bool,
+) -> "PrivateLoader":
+    """A loader that was made private before, if it draws as is asked now."""
+    if split is not None or known.split is not None:
+        raise GredpError("correlation bands need a data loader that was not made private before")
+    if weights is not None or fixed != isinstance(known, ShuffledBatchSampler):
+        raise GredpError("weights and fixed batches need a data loader that was not made private before")
+    if any(given is not None for given in whose):
+        raise GredpError("persons need a data loader that was not made private before")
+    if known.views_of_a_record != views:
+        raise GredpError(f"the data loader gives {known.views_of_a_record} views of a record, not {views}")
+    if sample_rate not in (None, known.sample_rate):
+        raise GredpError(f"the data loader draws at rate {known.sample_rate:g}, not {sample_rate}")
+    return loader if isinstance(loader, PrivateLoader) else PrivateLoader.like(loader, known)
+
+
+def _reject_own_order(loader: DataLoader[Any], records: int) -> None:
+    """Of a sampler that private batches would replace, unless it gives every record once."""
+    order = cast(Sized, loader.sampler)
+    kind = type(order)
+    if issubclass(kind, DistributedSampler):
+        raise GredpError("give all records without a DistributedSampler: processes share batches themselves")
+    if issubclass(kind, WeightedRandomSampler):
+        raise GredpError("WeightedRandomSampler: give make_private its weights=…, which must be public")
+    if not issubclass(kind, SequentialSampler | RandomSampler) or len(order) != records:
+        what = f"Poisson batches from all {records} records would replace the {kind.__name__}"
+        raise GredpError(f"{what}: to train on some, use torch.utils.data.Subset")
 
 
 def reject_own_collate(loader: DataLoader[Any]) -> None:
