@@ -133,7 +133,7 @@ def test_no_file_of_a_run_holds_the_secret(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("gredp.randomness.hmac.digest", noting)
     main(["train", "--epochs", "1", "--accountant", "rdp", "--json", "--out", str(tmp_path / "run")])
-    assert len(set(secrets)) > 20
+    assert len(set(secrets)) > 10
     files = [p.read_bytes() for p in (tmp_path / "run").iterdir()]
     assert len(files) >= 9
     for secret in set(secrets):

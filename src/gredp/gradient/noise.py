@@ -5,9 +5,9 @@ independent draw for each step and block, from an explicit source that has no de
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from gredp.errors import GredpError
 from gredp.gradient.summation import BoundedSum, empty_sum
 from gredp.randomness import Secret, unit_interval
+from gredp.spectrum import BlockView
 
 #: normal numbers drawn at a time; more of them would leave the processor's cache and take twice as long
 IN_CACHE = 1 << 17
@@ -67,11 +68,10 @@ class SecretSource:
         else:
             unsigned = words[:half].view(torch.uint32) if out.is_cpu else words[:half].long() & 0xFFFFFFFF
             radius = unsigned.float()
-            smallest = (radius == 0).nonzero().flatten()
+            if not radius.amin():  # the tail: once in 2³² draws
+                smallest = (radius == 0).nonzero().flatten()
+                radius[smallest] = self.secret.uniform(len(smallest), "tail", *place).to(radius)
             radius.mul_(2.0**-32)
-            if len(smallest):  # the tail: once in 2³² draws
-                tail = self.secret.uniform(len(smallest), "tail", *place)
-                radius[smallest] = tail.mul_(2.0**-32).to(radius)
         radius.log_().mul_(-2).sqrt_()
         angle = words[half:].to(out.dtype).mul_(math.pi / 2.0 ** (8 * words.element_size() - 1))
         torch.cos(angle, out=out[:half]).mul_(radius)
@@ -119,36 +119,31 @@ def add_noise(
     bounded.spent = True
     plan = bounded.plan
     values: dict[str, Tensor] = {}
-    for group in plan.groups:
-        for name in group.blocks:
-            view = bounded.block_views[name]
-            total = bounded.totals.get(name)
-            if total is None:
-                total = empty_sum(view, parameters[name])
-            if plan.white_part is not None and not view.padded:
-                values[name] = total
-                if group.noise_std:
-                    draw = source.normal(view.block.shape, total)
-                    std = group.noise_std * plan.white_part
-                    if plan.quantile is not None:  # white in the weighted domain
-                        std /= math.sqrt(float(squared_weights[name]))
-                    values[name] = draw.mul_(std).add_(total)
-                continue
-            real = total.real if total.is_complex() else total
-            weights = view.spread(squared_weights[name].to(real).sqrt())
-            # Real white noise has the spectrum of a = b = 1, and nothing of it goes to imaginary parts.
-            parts = (view.noise_parts(*(plan.noise_parts or (1.0, 1.0))) * group.noise_std).to(real)
-            draw = source.normal((*view.half_shape, 2), real)
-            if plan.keeps_sums and not view.padded:
-                # There and back the sum is what it was: F⁻¹((w ⊙ F v + τ)/w) = v + F⁻¹(τ/w).
-                noise = torch.view_as_complex(draw.mul_(parts / weights[..., None]))
-                values[name] = view.real_part(noise).add_(total)
-                continue
-            weights = weights[..., None]
-            # A band has weights 1, and 0 outside of it, where what is dropped stays zero.
-            draw.mul_(parts if plan.keep_ratio is None else parts * weights)
-            draw.addcmul_(torch.view_as_real(view.spectrum(total)), weights)
-            values[name] = torch.view_as_complex(draw)
+    for block, draw in _drawn(list(_noised_blocks(bounded, parameters)), source):
+        view, total, std = block.view, block.total, block.noise_std
+        if block.white:
+            values[block.name] = total
+            if draw is not None:
+                std *= plan.white_part or 0.0
+                if plan.quantile is not None:  # white in the weighted domain
+                    std /= math.sqrt(float(squared_weights[block.name]))
+                values[block.name] = draw.mul_(std).add_(total)
+            continue
+        assert draw is not None
+        real = total.real if total.is_complex() else total
+        weights = view.spread(squared_weights[block.name].to(real).sqrt())
+        # Real white noise has the spectrum of a = b = 1, and nothing of it goes to imaginary parts.
+        parts = (view.noise_parts(*(plan.noise_parts or (1.0, 1.0))) * std).to(real)
+        if plan.keeps_sums and not view.padded:
+            # There and back the sum is what it was: F⁻¹((w ⊙ F v + τ)/w) = v + F⁻¹(τ/w).
+            noise = torch.view_as_complex(draw.mul_(parts / weights[..., None]))
+            values[block.name] = view.real_part(noise).add_(total)
+            continue
+        weights = weights[..., None]
+        # A band has weights 1, and 0 outside of it, where what is dropped stays zero.
+        draw.mul_(parts if plan.keep_ratio is None else parts * weights)
+        draw.addcmul_(torch.view_as_real(view.spectrum(total)), weights)
+        values[block.name] = torch.view_as_complex(draw)
     shares = bounded.shares
     if plan.query_std is not None:
         if shares is None:
@@ -156,3 +151,45 @@ def add_noise(
             shares = torch.zeros(of_groups if plan.quantile is None else len(plan.groups))
         shares = shares + plan.query_std * source.normal(tuple(shares.shape), shares)
     return NoisySum(bounded, values, shares)
+
+
+class _Noised(NamedTuple):
+    """A block of the sum, and the law of its noise."""
+
+    name: str
+    view: BlockView
+    total: Tensor
+    noise_std: float
+    white: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its draw; of none where nothing is added."""
+        if not self.white:
+            return (*self.view.half_shape, 2)
+        return self.view.block.shape if self.noise_std else (0,)
+
+
+def _noised_blocks(bounded: BoundedSum, parameters: Mapping[str, Tensor]) -> Iterator[_Noised]:
+    for group in bounded.plan.groups:
+        for name in group.blocks:
+            view, total = bounded.block_views[name], bounded.totals.get(name)
+            total = empty_sum(view, parameters[name]) if total is None else total
+            white = bounded.plan.white_part is not None and not view.padded
+            yield _Noised(name, view, total, group.noise_std, white)
+
+
+def _drawn(blocks: list[_Noised], source: NoiseSource) -> Iterator[tuple[_Noised, Tensor | None]]:
+    """Each block with its draw. Small ones that follow each other share one: a draw has its price."""
+    while blocks:
+        like, sizes = blocks[0].total, [math.prod(blocks[0].shape)]
+        for block in blocks[1:]:
+            size, total = math.prod(block.shape), block.total
+            alike = (total.dtype, total.device, block.white) == (like.dtype, like.device, blocks[0].white)
+            if not alike or sum(sizes) + size > IN_CACHE:
+                break
+            sizes.append(size)
+        draws = source.normal((sum(sizes),), like.real if like.is_complex() else like).split(sizes)
+        for block, draw in zip(blocks, draws):
+            yield block, draw.view(block.shape) if len(draw) else None
+        blocks = blocks[len(sizes) :]

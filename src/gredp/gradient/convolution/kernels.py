@@ -95,9 +95,9 @@ def kernels_of(
     most = max(1, chunk // max(1, copies))
     views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= most)
     buffer, dtype = buffer or Buffer(), correlation.x.dtype
-    zeros = partial(correlation.x.new_zeros, dtype=torch.bfloat16 if buffer.rounds(dtype) else dtype)
-    shift_input = _shifts(correlation, zeros(step, groups, inner, channels, views, *positions), False)
-    shift_gradient = _shifts(correlation, zeros(step, groups, outer, outputs, views, *positions), True)
+    room = partial(correlation.x.new_empty, dtype=torch.bfloat16 if buffer.rounds(dtype) else dtype)
+    shift_input = _shifts(correlation, room(step, groups, inner, channels, views, *positions), False)
+    shift_gradient = _shifts(correlation, room(step, groups, outer, outputs, views, *positions), True)
     for start in range(0, max(1, correlation.batch), step):  # one slice of no records too
         part = slice(start, min(start + step, correlation.batch))
         target = None if values is None else values[part].view(-1, rows, columns)
@@ -124,8 +124,8 @@ def _inputs(correlation: "Correlation", part: slice, views: slice) -> tuple[Tens
 def _shifts(correlation: "Correlation", buffer: Tensor, gradient: bool) -> Callable[[Tensor], Tensor]:
     """A function of `[records, group, channels, views, *]`: at each offset of its axes, side by side.
 
-    It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The
-    buffer's zeros stay wherever an offset reaches beyond the source, in every call alike.
+    It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The buffer
+    is zero wherever an offset reaches beyond the source, in every call alike: that is written once.
     """
     _, _, offsets, channels, views, *positions = buffer.shape
     source = correlation.gradient.shape[2:] if gradient else correlation.positions_read
@@ -136,9 +136,15 @@ def _shifts(correlation: "Correlation", buffer: Tensor, gradient: bool) -> Calla
     moves: list[tuple[Any, Any]] = []
     for index, offset in enumerate(product(*own)):
         places = [_overlap(correlation, axis, delta, gradient) for axis, delta in enumerate(offset)]
-        if all(to.start < to.stop for to, _ in places):
-            target, at = ([pair[side] for pair in places] for side in (0, 1))
-            moves.append(((..., index, slice(None), slice(None), *target), (..., *at)))
+        shifted = buffer[:, :, index]
+        if not all(to.start < to.stop for to, _ in places):
+            shifted.zero_()
+            continue
+        for axis, (to, _) in enumerate(places, 4):
+            for beyond in (slice(0, to.start), slice(to.stop, None)):
+                shifted[(slice(None),) * axis + (beyond,)].zero_()
+        target, at = ([pair[side] for pair in places] for side in (0, 1))
+        moves.append(((..., index, slice(None), slice(None), *target), (..., *at)))
 
     def shift(x: Tensor) -> Tensor:
         shifted = buffer[: len(x)]
