@@ -40,13 +40,14 @@ def test_a_mistake_is_one_line(settings, words):
     assert "\n" not in str(error.value)
 
 
-def test_views_cost_no_privacy(tmp_path):
-    plain, many = record(tmp_path, "a"), record(tmp_path, "b", augment=3, max_physical_batch_size=100)
-    assert many["settings"]["augment"] == 3
+@pytest.mark.parametrize("changed", [{"augment": 3, "max_physical_batch_size": 100}, {"precision": "bf16"}])
+def test_views_and_rounded_products_cost_no_privacy(tmp_path, changed):
+    plain, other = record(tmp_path, "a"), record(tmp_path, "b", **changed)
+    assert changed.items() <= other["settings"].items()
     for key in ("certificate", "ledger", "guarantee"):
-        assert many[key] == plain[key]
+        assert other[key] == plain[key]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
-    assert weights[0] != weights[1]  # under one seed nothing but the views differs
+    assert weights[0] != weights[1]  # under one seed nothing else differs
 
 
 # ------------------------------------------------------------------ averages of the weights

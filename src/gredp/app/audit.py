@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gredp.app.settings import Flag, check_ranges
+from gredp.app.ranges import check_ranges
+from gredp.app.settings import Flag
 from gredp.errors import GredpError
 from gredp.mechanisms import ClaimName, MethodName, NoiseName, mechanism
 from gredp.privacy.accountant import check_delta, round_up

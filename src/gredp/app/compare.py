@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gredp.app.jobs import command, read_record, run_jobs
-from gredp.app.settings import OF_ONE_START, TrainSettings, option
+from gredp.app.ranges import option
+from gredp.app.settings import OF_ONE_START, TrainSettings
 from gredp.app.signals import Stopped
 from gredp.errors import GredpError
 from gredp.mechanisms import methods

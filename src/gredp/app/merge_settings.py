@@ -8,8 +8,9 @@ from typing import TypeVar
 import tyro
 
 from gredp.app.defaults import own_defaults
+from gredp.app.ranges import option
 from gredp.app.recipe import Recipe
-from gredp.app.settings import RENAMED, TrainSettings, option, saved_settings
+from gredp.app.settings import RENAMED, TrainSettings, saved_settings
 from gredp.errors import GredpError
 
 Settings = TypeVar("Settings", bound=TrainSettings)

@@ -88,6 +88,7 @@ class Session:
             noise=settings.noise,
             claim=settings.claim,
             clipping=settings.clipping,
+            precision=settings.precision,
             **noise,
             **settings.options(),
         )

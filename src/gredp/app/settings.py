@@ -5,7 +5,7 @@ Options are flat; the groups are base classes, so that a command takes the group
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ import tyro
 
 from gredp.app.known_data import EMBEDDED, KNOWN, fetchable
 from gredp.app.learning_rate import Schedule
+from gredp.app.ranges import check_ranges, option
 from gredp.app.trackers import TrackerName, check_trackers
 from gredp.errors import GredpError
 from gredp.mechanisms import ClaimName, MethodName, NoiseName
@@ -42,50 +43,6 @@ MAY_CHANGE = (*OF_ONE_START, "max_physical_batch_size", "data_dir", "checkpoint_
 RENAMED = {"front": "features", "normalise": "normalize"}
 #: settings of earlier versions that are options in Python only, with the values that files may have for them
 RETIRED = {"groups": "both", "window": 50}
-#: what a number must do → the test, and the options that it holds for
-RANGES: dict[str, tuple[Callable[[float], bool], Collection[str]]] = {
-    "be a positive number": (
-        lambda value: 0 < value < math.inf,
-        ("epsilon", "clip_norm", "lr", "noise_schedule", "score_noise", "sigma"),
-    ),
-    "be at least 1": (
-        lambda value: value >= 1,
-        (
-            "epochs",
-            "batch_size",
-            "max_physical_batch_size",
-            "workers",
-            "seeds",
-            "steps",
-            "records_per_person",
-        ),
-    ),
-    "be at least 3": (lambda value: value >= 3, ("dimension",)),
-    "be at least 20": (lambda value: value >= 20, ("plays",)),
-    "be 0 or more": (
-        lambda value: value >= 0,
-        ("validation", "warmup", "augment", "block", "checkpoint_seconds"),
-    ),
-    "be 0 or more and finite": (lambda value: 0 <= value < math.inf, ("weight_decay",)),
-    "lie in [0, 1)": (lambda value: 0 <= value < 1, ("momentum", "ema", "normalize")),
-    "lie strictly between 0 and 1": (lambda value: 0 < value < 1, ("holdout", "score_share", "alpha")),
-    "be above 0 and at most 1": (lambda value: 0 < value <= 1, ("sample_rate",)),
-    "lie in 1 to 4096": (lambda value: 1 <= value <= 4096, ("image_size",)),
-}
-
-
-def option(name: str) -> str:
-    """How a setting is written on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def check_ranges(settings: object) -> None:
-    """Reject a number of any command that lies outside its range."""
-    for rule, (holds, names) in RANGES.items():
-        for name in names:
-            value = getattr(settings, name, None)
-            if value is not None and not holds(value):
-                raise GredpError(f"{option(name)} must {rule}, not {value}")
 
 
 def current_names(values: dict[str, Any]) -> dict[str, Any]:
@@ -170,6 +127,8 @@ class NoiseOptions:
     """flat, per_layer, automatic, layer_wise (the paper's Algorithm 2), adaptive or adaptive_per_layer"""
     target_unclipped_quantile: float = 0.5
     """adaptive clipping: the share of records that the norm leaves whole; --clip-norm is the first norm"""
+    precision: Literal["single", "bf16"] = "single"
+    """bf16 rounds products of each record (convolutions, sequences) before norm and sum: quicker"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
     noise_schedule: float = 1.0

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gredp.app.choice import Choice, is_unfinished
-from gredp.app.settings import FILE, MAY_CHANGE, TrainSettings, option
+from gredp.app.ranges import option
+from gredp.app.settings import FILE, MAY_CHANGE, TrainSettings
 from gredp.app.signals import Stopped
 from gredp.budget import Sampling
 from gredp.errors import GredpError

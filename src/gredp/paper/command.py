@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 import tyro
 
 from gredp.app.jobs import run_jobs
-from gredp.app.settings import check_ranges
+from gredp.app.ranges import check_ranges
 from gredp.errors import GredpError
 from gredp.paper.cells import Cell, Scale, Target, cells
 
