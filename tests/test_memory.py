@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -48,3 +49,26 @@ def test_make_private_keeps_it_for_everyone(monkeypatch):
     monkeypatch.setattr(gredp.engine, "keep_freed_memory", lambda: called.append(True))
     make_private(torch.nn.Linear(2, 2), (torch.zeros(4, 2), torch.zeros(4)))
     assert called
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_backward_frees_what_layers_were_given(retained):
+    """Though the loss, and with it every hook, lives on; unless another backward is to follow."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    given: list[weakref.ref[torch.Tensor]] = []
+    model[2].register_forward_pre_hook(lambda layer, inputs: given.append(weakref.ref(inputs[0])))
+    model, *_ = make_private(model, (torch.ones(4, 2), torch.zeros(4)))
+    loss = model(torch.ones(4, 2)).square().sum(1).mean()
+    loss.backward(retain_graph=retained)
+    assert (given[-1]() is not None) == retained  # the others were probes
+    if retained:
+        loss.backward()
+        assert given[-1]() is None
+
+
+def test_a_second_backward_that_autograd_would_allow_is_rejected():
+    model, *_ = make_private(torch.nn.Linear(2, 2), (torch.ones(4, 2), torch.zeros(4)))
+    loss = model(torch.ones(4, 2)).sum(1).mean()
+    loss.backward()
+    with pytest.raises((RuntimeError, gredp.GredpError), match="retain_graph=True"):
+        loss.backward()

@@ -12,7 +12,7 @@ from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gra
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
 from gredp.gradient.factored import Outer
 from gredp.gradient.norms import squares
-from gredp.gradient.per_sample import Buffer
+from gredp.gradient.per_sample import Products
 from gredp.spectrum import grid_energy
 
 GEOMETRY = ((3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))
@@ -157,7 +157,7 @@ def test_of_rounded_products_the_kept_ones_are_measured_and_summed(views):
     sequence = Outer(*(torch.randn(6, 40, n, generator=generator) for n in (16, 24)))
     for gradient in (exact, sequence):
         for spectral in (False, True):
-            kept = gradient.compact(spectral, Buffer(rounded=True))
+            kept = gradient.compact(spectral, Products(rounded=True))
             values = kept.dense()
             error = (values - gradient.dense()).flatten(1).norm(dim=1) / values.flatten(1).norm(dim=1)
             assert error.min() > 1e-4
@@ -168,4 +168,4 @@ def test_of_rounded_products_the_kept_ones_are_measured_and_summed(views):
             for record, one in enumerate(torch.eye(6)):
                 assert torch.equal(kept.weighted_sum(one), values[record])
     double = Correlation(x.double(), g.double(), (3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1), views=views)
-    assert torch.equal(double.compact(False, Buffer(rounded=True)).dense(), double.compact(False).dense())
+    assert torch.equal(double.compact(False, Products(rounded=True)).dense(), double.compact(False).dense())

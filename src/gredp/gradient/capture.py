@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
 from gredp.gradient.batch_dimension import RowsOnZeros
-from gredp.gradient.graph import in_backward, in_graph, reaches_weights
+from gredp.gradient.graph import frees_graph, in_backward, in_graph, reaches_weights
 from gredp.gradient.received import Forward, Received
 from gredp.gradient.rules import embedding_bag, weighted_bags
 from gredp.gradient.shared import Shared, is_shared
@@ -196,14 +196,23 @@ class Capture(Received):
                 "input (position ids by ids.expand(len(x), -1)), or freeze it"
             )
         forward, versions = self._running(), [t._version for t in inputs]
+        # The hook lives as long as the loss; what it keeps must not, or no input would be freed before.
+        kept: list[Any] = [(x, inputs, (leaves, spec, places, axis))]
 
         def receive(grad: Tensor) -> None:
             if not reaches_weights():
                 return
+            if not kept:
+                raise GredpError(
+                    f"{unit.name}: a second backward needs backward(retain_graph=True) before it"
+                )
+            x, inputs, call = kept[0]
             if versions != [t._version for t in inputs]:
                 raise GredpError(f"{unit.name}: its input was overwritten in place before the backward")
             grad = grad.detach().transpose(0, axis) if axis else grad.detach()
-            self._receive(unit, forward, x, grad, (leaves, spec, places, axis))
+            self._receive(unit, forward, x, grad, call)
+            if frees_graph():
+                kept.clear()
 
         out = in_graph(out, reads_output=unit.rule is None)
         self.reduction.mark(out)

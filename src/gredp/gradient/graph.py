@@ -76,3 +76,9 @@ def reaches_weights() -> bool:
         )
     found = [(run["kwargs"].get("accumulate_grad", True), run["args"][3:4]) for run in runs()]
     return not found or any(into_leaves and not any(inputs) for into_leaves, inputs in found)
+
+
+def frees_graph() -> bool:
+    """Whether what is differentiated now is gone afterwards: nothing asks for its inputs again."""
+    found = [run["args"][1:2] for run in runs()]
+    return bool(found) and not any(any(retained) for retained in found)

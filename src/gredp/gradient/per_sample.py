@@ -19,11 +19,11 @@ from gredp.gradient.norms import squares
 from gredp.spectrum import SMALL, BlockView, grid_energy
 
 
-class Buffer:
-    """Memory for a layer's gradients, step after step: fresh pages would cost as much as filling them.
+@dataclass(frozen=True)
+class Products:
+    """How products that are kept are taken: as they are, or `rounded`.
 
-    With `rounded`, products of single precision that are kept in it are those of factors rounded to bfloat16,
-    rounded to bfloat16 themselves.
+    Then those of single precision are of factors rounded to bfloat16, and rounded to bfloat16 themselves.
 
     Formal guarantee. K and z are those without. Let r(g_i) be the product that is kept for record i: r is a
     function of that record's factors alone, its norm is taken of the kept numbers, and the sum adds the kept
@@ -32,9 +32,7 @@ class Buffer:
     Gradients that are not kept (Gram matrices, single positions) stay in single precision in norm and sum.
     """
 
-    def __init__(self, rounded: bool = False) -> None:
-        self.rounded = rounded
-        self._values: Tensor | None = None
+    rounded: bool = False
 
     def multiply(self, left: Tensor, right: Tensor, kept: Tensor | None, more: bool = False) -> Tensor:
         """The batched product, in `kept` if it is; with `more`, added to what is there."""
@@ -48,13 +46,9 @@ class Buffer:
     def rounds(self, dtype: torch.dtype) -> bool:
         return self.rounded and dtype == torch.float32
 
-    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Uninitialized; overwrites whatever was taken before."""
-        size = math.prod(shape)
-        held = self._values
-        if held is None or held.numel() < size or held.dtype != like.dtype or held.device != like.device:
-            held = self._values = like.new_empty(size)
-        return held[:size].view(shape)
+
+#: as they are
+EXACT = Products()
 
 
 class PerSampleGradient(ABC):
@@ -87,11 +81,10 @@ class PerSampleGradient(ABC):
         rows = {n: change(t) for n, t in self.tensors().items() if t.dim() and t.shape[0] == self.batch}
         return replace(self, **rows)  # type: ignore[type-var]
 
-    def compact(self, spectral: bool, buffer: Buffer | None = None) -> "PerSampleGradient":
+    def compact(self, spectral: bool, products: Products = EXACT) -> "PerSampleGradient":
         """The form in which to keep it until the step: itself, or something smaller.
 
-        `spectral` says that energies by frequency will be needed, not norms alone. What is
-        materialized goes into `buffer`, if given, and is valid as long as that is not used again.
+        `spectral` says that energies by frequency will be needed, not norms alone.
         """
         return self
 

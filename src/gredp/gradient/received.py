@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gredp.errors import GredpError
-from gredp.gradient.per_sample import Buffer, PerSampleGradient, PerSampleSpectra, add
+from gredp.gradient.per_sample import PerSampleGradient, PerSampleSpectra, Products, add
 from gredp.gradient.reduction import LossReduction
 from gredp.gradient.rules import Call, Gradients, exact, full_precision, generic
 from gredp.gradient.units import Unit
@@ -36,7 +36,7 @@ class Received:
     `needs` is what the step will ask of a layer, which decides what to keep until then. `views` is the number
     of inputs that belong to each record, side by side in every batch: a record's gradient is that of its mean
     loss over them, one vector that is clipped once. `grid_axes` has each
-    parameter's number of axes of its Fourier grid; `rounded` is that of `Buffer`.
+    parameter's number of axes of its Fourier grid; `rounded` is that of `Products`.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Received:
         self.views = views
         self.rounded = rounded
         self._grid_axes = grid_axes
-        self._memory: dict[str, Buffer] = {}
         #: the batches that were handed out so far; None before the first
         self.handed_out: Callable[[], int | None] = lambda: None
         #: how often per-sample gradients were given away, outside of ε
@@ -168,13 +167,5 @@ class Received:
                 gradients = {name: v.merge_views(self.views) for name, v in gradients.items()}
             if self.needs == "inputs":
                 return gradients
-            spectral = self.needs == "spectra"
-            return {
-                n: v.compact(spectral, self._buffer(unit.parameters.get(n))) for n, v in gradients.items()
-            }
-
-    def _buffer(self, name: str | None) -> Buffer:
-        """The parameter's own; a new one if an earlier use of it in this pass still lives there."""
-        if name is None or name in self._pending:
-            return Buffer(self.rounded)
-        return self._memory.setdefault(name, Buffer(self.rounded))
+            spectral, products = self.needs == "spectra", Products(self.rounded)
+            return {n: v.compact(spectral, products) for n, v in gradients.items()}

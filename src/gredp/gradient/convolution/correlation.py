@@ -15,7 +15,7 @@ from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gra
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
 from gredp.gradient.convolution.kernels import Kernels, kernels_of
 from gredp.gradient.norms import KEPT, squares
-from gredp.gradient.per_sample import Buffer, PerSampleGradient
+from gredp.gradient.per_sample import EXACT, PerSampleGradient, Products
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,16 @@ class Correlation(PerSampleGradient):
     def padded(self) -> Tensor:
         return F.pad(self.x, self.pads, mode=self.mode) if any(self.pads) else self.x.contiguous()
 
-    def compact(self, spectral: bool, buffer: Buffer | None = None) -> PerSampleGradient:
+    def compact(self, spectral: bool, products: Products = EXACT) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
         fit = self.batch * math.prod(self.shape) <= KEPT
         if not fit or prefer_gram(self.geometry(), spectral):
             return self
-        return self._materialized(spectral, buffer)
+        return self._materialized(spectral, products)
 
-    def _materialized(self, spectral: bool = False, buffer: Buffer | None = None) -> Kernels:
-        buffer = buffer or Buffer()
-        values = buffer.take((self.batch, *self.layout()), self.x)
-        made = kernels_of(self, values, buffer)
+    def _materialized(self, spectral: bool = False, products: Products = EXACT) -> Kernels:
+        values = self.x.new_empty(self.batch, *self.layout())
+        made = kernels_of(self, values, products)
         parts = [k.grid_energy() if spectral else k.squared_norm() for _, k in made]
         taken = {"energies" if spectral else "norms": torch.cat(parts)}
         return Kernels(values, self.shape, self.split, **taken)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.norms import CHUNK, squares
-from gredp.gradient.per_sample import Buffer, PerSampleGradient
+from gredp.gradient.per_sample import EXACT, PerSampleGradient, Products
 from gredp.spectrum import grid_energy, mirror, real_basis
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class Kernels(PerSampleGradient):
 
 
 def kernels_of(
-    correlation: "Correlation", values: Tensor | None = None, buffer: Buffer | None = None
+    correlation: "Correlation", values: Tensor | None = None, products: Products = EXACT
 ) -> Iterator[tuple[slice, Kernels]]:
-    """Slices of the batch with their kernels, written into `values` if given, as their `buffer` multiplies.
+    """Slices of the batch with their kernels, written into `values` if given, as `products` are taken.
 
     κ_δ = Σ_p g_p x_{p+δ}, and where the stride is 1 also Σ_p g_{p−δ} x_p. So the offsets of some
     axes may shift copies of the input, those of others copies of the output gradient, and one
@@ -94,8 +94,8 @@ def kernels_of(
     step = max(1, min(chunk // max(1, copies * correlation.views + result), correlation.batch))
     most = max(1, chunk // max(1, copies))
     views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= most)
-    buffer, dtype = buffer or Buffer(), correlation.x.dtype
-    room = partial(correlation.x.new_empty, dtype=torch.bfloat16 if buffer.rounds(dtype) else dtype)
+    dtype = correlation.x.dtype
+    room = partial(correlation.x.new_empty, dtype=torch.bfloat16 if products.rounds(dtype) else dtype)
     shift_input = _shifts(correlation, room(step, groups, inner, channels, views, *positions), False)
     shift_gradient = _shifts(correlation, room(step, groups, outer, outputs, views, *positions), True)
     for start in range(0, max(1, correlation.batch), step):  # one slice of no records too
@@ -104,7 +104,7 @@ def kernels_of(
         for first in range(0, correlation.views, views):
             x, gradient = _inputs(correlation, part, slice(first, first + views))
             left, right = shift_input(x), shift_gradient(gradient).transpose(1, 2)
-            target = buffer.multiply(left, right, target, more=first > 0)
+            target = products.multiply(left, right, target, more=first > 0)
         assert target is not None  # a record has at least one view
         yield part, Kernels(target.view(-1, *layout), correlation.shape, split)
 
