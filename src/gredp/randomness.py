@@ -75,7 +75,8 @@ class Secret:
 
     def uniform(self, count: int, purpose: str, *numbers: int) -> Tensor:
         """`[count]` of float64 in (0, 1], multiples of 2⁻⁵³."""
-        return unit_interval(self.words(2 * count, CPU, purpose, *numbers).view(torch.int64))
+        uniform: Tensor = unit_interval(self.words(2 * count, CPU, purpose, *numbers).view(torch.int64))
+        return uniform
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GredpError("a secret cannot be copied or stored: a copy would repeat its draws")
@@ -118,6 +119,9 @@ class Split:
         return np.frombuffer(cipher.update(blocks.tobytes()), dtype="<u8").reshape(-1, 2)[:, 0]
 
 
-def unit_interval(words: Tensor) -> Tensor:
-    """int64 → float64 in (0, 1]; 53 bits each, no rounding."""
-    return (words >> 11).double().add_(2.0**52 + 1).mul_(2.0**-53)
+def unit_interval(words: Any, cast: Any = Tensor.to, dtype: Any = torch.float64) -> Any:
+    """int64 → float64 in (0, 1]; 53 bits each, no rounding. Arrays of numpy bring `cast` and `dtype`."""
+    values = cast(words >> 11, dtype)
+    values += 2.0**52 + 1
+    values *= 2.0**-53
+    return values

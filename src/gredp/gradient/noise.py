@@ -6,9 +6,11 @@ independent draw for each step and block, from an explicit source that has no de
 
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +19,12 @@ from gredp.gradient.summation import BoundedSum, empty_sum
 from gredp.randomness import Secret, unit_interval
 from gredp.spectrum import BlockView
 
-#: normal numbers drawn at a time; more of them would leave the processor's cache and take twice as long
-IN_CACHE = 1 << 17
+#: normal numbers drawn at a time by a thread: with fewer, threads wait for each other
+AT_ONCE = 1 << 19
 #: the same on devices other than the CPU, where few large operations are quickest: 64 MiB of key stream
-AT_ONCE = 1 << 24
+AT_ONCE_ELSEWHERE = 1 << 24
+#: numbers of blocks that share a draw, at most
+SHARED = 1 << 17
 
 
 class NoiseSource(Protocol):
@@ -53,30 +57,46 @@ class SecretSource:
         self._block += 1
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         values = torch.empty(math.prod(shape), dtype=dtype, device=like.device)
-        at_once = IN_CACHE if like.device.type == "cpu" else AT_ONCE
-        for start in range(0, len(values), at_once):
-            self._fill(values[start : start + at_once], start)
+        at_once = AT_ONCE if values.is_cpu else AT_ONCE_ELSEWHERE
+        parts = [(values[start : start + at_once], start) for start in range(0, len(values), at_once)]
+        workers = min(len(parts), torch.get_num_threads()) if values.is_cpu else 1
+        if workers > 1:
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(lambda part: self._fill(*part), parts))
+        else:
+            for part in parts:
+                self._fill(*part)
         return values.view(shape).to(like.dtype)
 
-    def _fill(self, out: Tensor, start: int) -> None:
-        half, place = (len(out) + 1) // 2, (self._step, self._block, start)
-        double = out.dtype == torch.float64
-        words = self.secret.words((4 if double else 2) * half, out.device, "noise", *place)
+    def _fill(self, values: Any, start: int) -> None:
+        half, place = (len(values) + 1) // 2, (self._step, self._block, start)
+        double = values.dtype == torch.float64
+        words: Any = self.secret.words((4 if double else 2) * half, values.device, "noise", *place)
+        xp: Any = np if values.is_cpu else torch
+        if xp is np:  # half of torch's time, and threads run beside each other
+            values, words = values.numpy(), words.numpy()
+        cast: Any = np.ndarray.astype if xp is np else Tensor.to
         if double:
-            words = words.view(torch.int64)
-            radius = unit_interval(words[:half])
+            words = words.view(xp.int64)
+            radius = unit_interval(words[:half], cast, values.dtype)
         else:
-            unsigned = words[:half].view(torch.uint32) if out.is_cpu else words[:half].long() & 0xFFFFFFFF
-            radius = unsigned.float()
-            if not radius.amin():  # the tail: once in 2³² draws
-                smallest = (radius == 0).nonzero().flatten()
-                radius[smallest] = self.secret.uniform(len(smallest), "tail", *place).to(radius)
-            radius.mul_(2.0**-32)
-        radius.log_().mul_(-2).sqrt_()
-        angle = words[half:].to(out.dtype).mul_(math.pi / 2.0 ** (8 * words.element_size() - 1))
-        torch.cos(angle, out=out[:half]).mul_(radius)
-        rest = len(out) - half
-        torch.sin(angle[:rest], out=out[half:]).mul_(radius[:rest])
+            unsigned = words[:half].view(np.uint32) if xp is np else words[:half].long() & 0xFFFFFFFF
+            radius = cast(unsigned, values.dtype)
+            if not radius.min():  # the tail: once in 2³² draws
+                smallest = xp.where(radius == 0)
+                tail = self.secret.uniform(len(smallest[0]), "tail", *place)
+                radius[smallest] = tail.numpy() if xp is np else tail.to(radius)
+            radius *= 2.0**-32
+        xp.log(radius, out=radius)
+        radius *= -2
+        xp.sqrt(radius, out=radius)
+        angle = cast(words[half:], values.dtype)
+        angle *= math.pi / 2.0 ** (63 if double else 31)
+        first, second = values[:half], values[half:]
+        xp.cos(angle, out=first)
+        xp.sin(angle[: len(second)], out=second)
+        first *= radius
+        second *= radius[: len(second)]
 
 
 class GeneratorSource:
@@ -186,7 +206,7 @@ def _drawn(blocks: list[_Noised], source: NoiseSource) -> Iterator[tuple[_Noised
         for block in blocks[1:]:
             size, total = math.prod(block.shape), block.total
             alike = (total.dtype, total.device, block.white) == (like.dtype, like.device, blocks[0].white)
-            if not alike or sum(sizes) + size > IN_CACHE:
+            if not alike or sum(sizes) + size > SHARED:
                 break
             sizes.append(size)
         draws = source.normal((sum(sizes),), like.real if like.is_complex() else like).split(sizes)
