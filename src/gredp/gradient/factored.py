@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.norms import GRAM_ROUNDING, KEPT, as_double_if_long, normalize_rows, parts, squares
-from gredp.gradient.per_sample import EXACT, Dense, PerSampleGradient, Products
+from gredp.gradient.per_sample import Dense, PerSampleGradient, Products
 from gredp.spectrum import BlockView, grid_energy, half_fft, half_ifft, square_modulus, whole_energy
 
 
@@ -48,7 +48,7 @@ class Outer(Factored):
             return None
         return Outer(torch.cat([self.left, other.left], 1), torch.cat([self.right, other.right], 1))
 
-    def compact(self, spectral: bool, products: Products = EXACT) -> PerSampleGradient:
+    def compact(self, spectral: bool, products: Products | None = None) -> PerSampleGradient:
         """Of a sequence, the product itself where it fits: no second one is needed for the sum then."""
         positions, o, i = *self.left.shape[1:], self.right.shape[2]
         # Two Gram matrices and the product over all records, against the product and looks at the result:
@@ -61,7 +61,7 @@ class Outer(Factored):
         values = self.left.new_empty(self.batch, o, i)
         energies = []
         for part, chunk in self.chunks(o * i):
-            products.multiply(chunk.left.transpose(1, 2), chunk.right, values[part])
+            (products or Products()).multiply(chunk.left.transpose(1, 2), chunk.right, values[part])
             if spectral:
                 energies.append(grid_energy(values[part], 1))
         return Dense(values, 1, torch.cat(energies) if energies else None)
@@ -197,7 +197,7 @@ class Lookup(Factored):
     def merge_views(self, views: int) -> Self:
         return replace(super().merge_views(views), distinct=False)
 
-    def compact(self, spectral: bool, products: Products = EXACT) -> PerSampleGradient:
+    def compact(self, spectral: bool, products: Products | None = None) -> PerSampleGradient:
         """Positions with the same row added up at the first of them, after which every row stands alone."""
         same = self.ids[:, :, None] == self.ids[:, None, :]
         first = ~same.tril(-1).any(2, keepdim=True)

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from gredp.gradient.norms import squares
 from gredp.spectrum import SMALL, BlockView, grid_energy
 
 
-@dataclass(frozen=True)
 class Products:
     """How products that are kept are taken: as they are, or `rounded`.
 
@@ -32,7 +31,16 @@ class Products:
     Gradients that are not kept (Gram matrices, single positions) stay in single precision in norm and sum.
     """
 
-    rounded: bool = False
+    def __init__(self, rounded: bool = False) -> None:
+        self.rounded = rounded
+        self._made: tuple[Any, Any] | None = None
+
+    def reuse(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was made under the same key last: layers of one shape follow each other."""
+        if self._made is None or self._made[0] != key:
+            self._made = None  # its memory is free for the next
+            self._made = key, make()
+        return self._made[1]
 
     def multiply(self, left: Tensor, right: Tensor, kept: Tensor | None, more: bool = False) -> Tensor:
         """The batched product, in `kept` if it is; with `more`, added to what is there."""
@@ -45,10 +53,6 @@ class Products:
 
     def rounds(self, dtype: torch.dtype) -> bool:
         return self.rounded and dtype == torch.float32
-
-
-#: as they are
-EXACT = Products()
 
 
 class PerSampleGradient(ABC):
@@ -81,7 +85,7 @@ class PerSampleGradient(ABC):
         rows = {n: change(t) for n, t in self.tensors().items() if t.dim() and t.shape[0] == self.batch}
         return replace(self, **rows)  # type: ignore[type-var]
 
-    def compact(self, spectral: bool, products: Products = EXACT) -> "PerSampleGradient":
+    def compact(self, spectral: bool, products: Products | None = None) -> "PerSampleGradient":
         """The form in which to keep it until the step: itself, or something smaller.
 
         `spectral` says that energies by frequency will be needed, not norms alone.

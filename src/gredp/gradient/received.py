@@ -65,6 +65,7 @@ class Received:
 
     def drop(self) -> None:
         """Forget what backwards have brought."""
+        self._products = Products(self.rounded)
         self._pending: dict[str, PerSampleGradient] = {}
         #: that they have come through
         self.forwards: list[Forward] = []
@@ -167,5 +168,5 @@ class Received:
                 gradients = {name: v.merge_views(self.views) for name, v in gradients.items()}
             if self.needs == "inputs":
                 return gradients
-            spectral, products = self.needs == "spectra", Products(self.rounded)
-            return {n: v.compact(spectral, products) for n, v in gradients.items()}
+            spectral = self.needs == "spectra"
+            return {n: v.compact(spectral, self._products) for n, v in gradients.items()}

@@ -15,7 +15,7 @@ from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gra
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
 from gredp.gradient.convolution.kernels import Kernels, kernels_of
 from gredp.gradient.norms import KEPT, squares
-from gredp.gradient.per_sample import EXACT, PerSampleGradient, Products
+from gredp.gradient.per_sample import PerSampleGradient, Products
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Correlation(PerSampleGradient):
     def padded(self) -> Tensor:
         return F.pad(self.x, self.pads, mode=self.mode) if any(self.pads) else self.x.contiguous()
 
-    def compact(self, spectral: bool, products: Products = EXACT) -> PerSampleGradient:
+    def compact(self, spectral: bool, products: Products | None = None) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
         fit = self.batch * math.prod(self.shape) <= KEPT
         if not fit or prefer_gram(self.geometry(), spectral):
             return self
         return self._materialized(spectral, products)
 
-    def _materialized(self, spectral: bool = False, products: Products = EXACT) -> Kernels:
+    def _materialized(self, spectral: bool = False, products: Products | None = None) -> Kernels:
         values = self.x.new_empty(self.batch, *self.layout())
         made = kernels_of(self, values, products)
         parts = [k.grid_energy() if spectral else k.squared_norm() for _, k in made]
@@ -129,6 +129,12 @@ class Correlation(PerSampleGradient):
             math.prod(self.padded_grid),
             self.views,
         )
+
+    @property
+    def shapes(self) -> tuple[object, ...]:
+        """All but the numbers and how many records they are of."""
+        maps = self.x.shape[1:], self.gradient.shape[1:], self.pads, self.mode, self.views
+        return (*maps, self.kernel, self.stride, self.dilation, self.groups)
 
     @property
     def padded_by_zeros(self) -> bool:

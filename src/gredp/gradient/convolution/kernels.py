@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.norms import CHUNK, squares
-from gredp.gradient.per_sample import EXACT, PerSampleGradient, Products
+from gredp.gradient.per_sample import PerSampleGradient, Products
 from gredp.spectrum import grid_energy, mirror, real_basis
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class Kernels(PerSampleGradient):
 
 
 def kernels_of(
-    correlation: "Correlation", values: Tensor | None = None, products: Products = EXACT
+    correlation: "Correlation", values: Tensor | None = None, products: Products | None = None
 ) -> Iterator[tuple[slice, Kernels]]:
-    """Slices of the batch with their kernels, written into `values` if given, as `products` are taken.
+    """Slices of the batch with their kernels, written into `values` if given, multiplied by `products`.
 
     κ_δ = Σ_p g_p x_{p+δ}, and where the stride is 1 also Σ_p g_{p−δ} x_p. So the offsets of some
     axes may shift copies of the input, those of others copies of the output gradient, and one
@@ -94,10 +94,13 @@ def kernels_of(
     step = max(1, min(chunk // max(1, copies * correlation.views + result), correlation.batch))
     most = max(1, chunk // max(1, copies))
     views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= most)
-    dtype = correlation.x.dtype
-    room = partial(correlation.x.new_empty, dtype=torch.bfloat16 if products.rounds(dtype) else dtype)
-    shift_input = _shifts(correlation, room(step, groups, inner, channels, views, *positions), False)
-    shift_gradient = _shifts(correlation, room(step, groups, outer, outputs, views, *positions), True)
+    products, dtype = products or Products(), correlation.x.dtype
+    zeros = partial(correlation.x.new_zeros, dtype=torch.bfloat16 if products.rounds(dtype) else dtype)
+    sizes = [(step, groups, inner, channels, views), (step, groups, outer, outputs, views)]
+    shift_input, shift_gradient = products.reuse(
+        (correlation.shapes, sizes, correlation.x.device, dtype),
+        lambda: [_shifts(correlation, zeros(*s, *positions), side) for s, side in zip(sizes, (False, True))],
+    )
     for start in range(0, max(1, correlation.batch), step):  # one slice of no records too
         part = slice(start, min(start + step, correlation.batch))
         target = None if values is None else values[part].view(-1, rows, columns)
@@ -124,8 +127,8 @@ def _inputs(correlation: "Correlation", part: slice, views: slice) -> tuple[Tens
 def _shifts(correlation: "Correlation", buffer: Tensor, gradient: bool) -> Callable[[Tensor], Tensor]:
     """A function of `[records, group, channels, views, *]`: at each offset of its axes, side by side.
 
-    It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The buffer
-    is zero wherever an offset reaches beyond the source, in every call alike: that is written once.
+    It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The
+    buffer's zeros stay wherever an offset reaches beyond the source, in every call alike.
     """
     _, _, offsets, channels, views, *positions = buffer.shape
     source = correlation.gradient.shape[2:] if gradient else correlation.positions_read
@@ -133,24 +136,18 @@ def _shifts(correlation: "Correlation", buffer: Tensor, gradient: bool) -> Calla
     if offsets == 1 and tuple(source) == tuple(positions) and (gradient or not any(correlation.pads)):
         return lambda x: x.reshape(-1, channels, size)
     own = [range(k) if g == gradient else range(1) for k, g in zip(correlation.kernel, correlation.split)]
-    moves: list[tuple[Any, Any]] = []
+    moves: list[tuple[Tensor, Any]] = []
     for index, offset in enumerate(product(*own)):
         places = [_overlap(correlation, axis, delta, gradient) for axis, delta in enumerate(offset)]
-        shifted = buffer[:, :, index]
-        if not all(to.start < to.stop for to, _ in places):
-            shifted.zero_()
-            continue
-        for axis, (to, _) in enumerate(places, 4):
-            for beyond in (slice(0, to.start), slice(to.stop, None)):
-                shifted[(slice(None),) * axis + (beyond,)].zero_()
-        target, at = ([pair[side] for pair in places] for side in (0, 1))
-        moves.append(((..., index, slice(None), slice(None), *target), (..., *at)))
+        if all(to.start < to.stop for to, _ in places):
+            target, at = ([pair[side] for pair in places] for side in (0, 1))
+            where: Any = (..., index, slice(None), slice(None), *target)
+            moves.append((buffer[where], (..., *at)))
 
     def shift(x: Tensor) -> Tensor:
-        shifted = buffer[: len(x)]
         for target, at in moves:
-            shifted[target] = x[at]
-        return shifted.view(-1, offsets * channels, size)
+            target[: len(x)].copy_(x[at])
+        return buffer[: len(x)].view(-1, offsets * channels, size)
 
     return shift
 
