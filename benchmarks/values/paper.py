@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gredp.paper.cells import EPOCHS, PAPER, TUNING, Cell, Target, cells
+from gredp.paper.cells import EPOCHS, PAPER, ROWS, TUNING, Cell, Target, cells, title
 from gredp.paper.figures import draw_dynamics, draw_epsilon
 from gredp.paper.paper import ABLATIONS, CLIPPING, HEADLINE
 from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
 from gredp.privacy.paper_claims import claimed_sigma
-from values import RESULTS, Figure
+from values import RESULTS, Figure, load
 
 OUT = RESULTS / "paper"
 #: a title, the header and the rows of one table
@@ -54,6 +54,10 @@ def values() -> dict[str, Any]:
         "norms": _norms(),
         "chosen": _chosen(),
         "less_noise": math.sqrt(2 * PAPER["batch_size"]),
+        "readings": _readings(),
+        "headlines": _headlines(),
+        "full_epochs": EPOCHS["full"],
+        "noise": _noise(),
         "missing": [missing for target in TARGETS if (missing := _missing(target))],
         "runs": len(records),
         "hours": sum(record.get("seconds", 0.0) for record in records) / 3600,
@@ -197,6 +201,92 @@ def _chosen() -> list[dict[str, Any]]:
         for (network, dataset), here in found.items()
         if len({line.cell.epochs for line in here.values()}) == 1 < len(here)
     ]
+
+
+#: answers to what the paper leaves open, and figures of LeNet-5 that they should meet
+READINGS = load("paper_readings")["cells"].values()
+#: by which every reading is compared
+FIGURES = 5
+
+
+def _readings() -> dict[str, Any]:
+    """Each reading's accuracies for the same figures, and how far they are from the paper's on average."""
+    tried: dict[str, dict[str, dict[str, Any]]] = {}
+    for cell in READINGS:
+        figure = cell["figure"]
+        if cell["epochs"] == min(c["epochs"] for c in READINGS):
+            settings = f"rate {figure['lr']:g}, norm {figure['clip_norm']:g}, ε {figure['epsilon']:g}"
+            name = f"{figure['row']}, {settings}"
+            tried.setdefault(_reading(cell["reading"]), {})[name] = cell
+    tried = {
+        reading: ours for reading, ours in tried.items() if len(ours) >= FIGURES
+    }  # the others are not done
+    found = next(iter(tried.values()))
+    shared = [name for name in found if all(name in ours for ours in tried.values())]
+    rows = [("**the paper**", *[f"{found[name]['figure']['paper']:g}" for name in shared], "")]
+    for reading, ours in tried.items():
+        off = [abs(ours[name]["accuracy"] - ours[name]["figure"]["paper"]) for name in shared]
+        accuracies = [f"{ours[name]['accuracy']:.1f}" for name in shared]
+        rows.append((reading, *accuracies, f"{sum(off) / len(off):.1f}"))
+    first = found[shared[0]]
+    return {"epochs": first["epochs"], "seed": first["seed"], "figures": shared, "rows": rows}
+
+
+def _reading(answers: dict[str, Any]) -> str:
+    """What differs from the first reading that was tried, which gives all of its answers."""
+    base = next(iter(READINGS))["reading"]
+    other = [f"{key.replace('_', ' ')} {value}" for key, value in answers.items() if value != base[key]]
+    return ", ".join(other) or ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in base.items())
+
+
+def _headlines() -> list[tuple[str, ...]]:
+    """Table 1's rows of LeNet-5 under the reading that fits, as long as the paper trains by our reading."""
+    return [
+        (
+            title(cell["figure"]["row"]),
+            f"{cell['figure']['paper']:g}",
+            f"{cell['accuracy']:.2f}",
+            f"{cell['accuracy'] - cell['figure']['paper']:+.2f}",
+            f"{cell['figure']['epsilon']:g}" if cell["figure"]["epsilon"] else "–",
+            _proven(cell),
+        )
+        for cell in sorted(READINGS, key=lambda cell: list(ROWS).index(cell["figure"]["row"]))
+        if cell["epochs"] == EPOCHS["full"]
+    ]
+
+
+def _proven(cell: dict[str, Any]) -> str:
+    spent = float(cell["guarantee"]["proven_epsilon"])
+    return "∞" if math.isinf(spent) else f"{round_up(spent, 2)}"
+
+
+def _noise() -> list[dict[str, Any]]:
+    """Each network at several noise scales, and between which of them it meets the paper's figure."""
+    by_network: dict[str, list[dict[str, Any]]] = {}
+    for cell in load("paper_noise")["cells"].values():
+        by_network.setdefault(cell["network"], []).append(cell)
+    return [_noise_of(network, found) for network, found in by_network.items()]
+
+
+def _noise_of(network: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    by_noise = sorted(found, key=lambda cell: cell["fraction"])
+    paper, claimed = by_noise[0]["paper"], HEADLINE[network]
+    meets = [cell for cell in by_noise if cell["accuracy"] >= paper]
+    below = [cell for cell in by_noise if cell["accuracy"] < paper]
+    return {
+        "network": network,
+        "epochs": by_noise[0]["epochs"],
+        "lr": by_noise[0]["lr"],
+        "paper": paper,
+        "claimed": claimed,
+        "rows": [
+            (f"{cell['fraction']:.3f}", f"{cell['fraction'] * cell['claimed_sigma']:.3f}", _proven(cell),
+             f"{cell['accuracy']:.1f}")
+            for cell in by_noise
+        ],
+        "enough": _proven(meets[-1]) if meets else None,
+        "too_little": _proven(below[0]) if meets and below else None,
+    }  # fmt: skip
 
 
 def _missing(target: Target) -> dict[str, Any] | None:
