@@ -57,9 +57,8 @@ ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
     "cifar10": {
         "as it is": ALL,
         "scattering alone, private normalization": SCATTERING,
-        "twice the steps": ALL | {"epochs": "24", "momentum": "0.8", "lr": "0.015"},
-        "batches of 4096": {"batch-size": "4096", "epochs": "8", "momentum": "0.9", "lr": "0.0022"},
-        "gradients of equal length": ALL | {"clipping": "automatic", "lr": "10"},
+        "half the steps, less momentum": ALL | {"epochs": "12", "momentum": "0.6", "lr": "0.062"},
+        "gradients clipped at norm 120": ALL | {"clip-norm": "120", "lr": "0.0155"},
         "average of the weights": ALL | {"ema": "0.5"},
     },
 }  # fmt: skip

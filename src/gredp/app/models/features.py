@@ -15,10 +15,13 @@ def standardize(channels: int) -> nn.Module:
 def linear(input_shape: Shape, classes: int) -> nn.Sequential:
     """One layer on everything, with each record standardized.
 
-    So a record counts by its direction alone, and clipping treats faint and bold ones alike.
+    So a record counts by its direction alone, and clipping treats faint and bold ones alike. It starts at 0:
+    random first weights would be noise that no budget asks for.
     """
     channels, height, width = input_shape
-    return nn.Sequential(standardize(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
+    last = nn.Linear(channels * height * width, classes)
+    nn.init.zeros_(last.weight)
+    return nn.Sequential(standardize(channels), nn.Flatten(), last)
 
 
 def mirror_linear(input_shape: Shape, classes: int) -> nn.Module:
