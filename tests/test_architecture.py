@@ -127,14 +127,16 @@ def test_random_numbers_are_drawn_in_named_places_only():
         if any(call.startswith(random) or call.endswith((".normal_", ".uniform_")) for call in calls(p))
     }
     # Secrets come from the first; the next two also take a caller's generator; the fourth sets a layer's
-    # first weights, from torch's global seed; the fifth draws images at a public seed; the others are the
-    # attacker's.
+    # first weights, from torch's global seed; those below `features` draw images and directions at a public
+    # seed; the others are the attacker's.
     assert found == {
         "randomness.py",
         "gradient/noise.py",
         "sampling/samplers.py",
         "layers/block_circulant.py",
         "app/features/dead_leaves.py",
+        "app/features/patches.py",
+        "app/features/random_images.py",
         "audit/canaries.py",
         "audit/examples.py",
     }

@@ -19,7 +19,7 @@ from gredp.app.blueprint import Blueprint
 from gredp.app.data.tables import encode_inputs, encoding, parse_schema
 from gredp.app.export import ExportSettings, run_export
 from gredp.app.exported import Whole, stock, to_onnx, to_pt2
-from gredp.app.features.patches import FILTERS, PatchesBesideScattering
+from gredp.app.features.patches import FILTERS, Patches
 from gredp.app.features.real_scattering import RealScattering
 from gredp.app.features.scattering import Scattering
 from gredp.app.models.resnet import ResNet18
@@ -46,12 +46,11 @@ MODELS = {
         features=Scattering().identity(),
     ),
     "patches": Blueprint(
-        "joint-linear",
-        (2 * FILTERS + 81, 3, 3),
+        "linear",
+        (2 * FILTERS * (3 * 3 + 1) + 81 * 4 * 4, 1, 1),
         ABC,
-        normalized=True,
         image=(1, 12, 13),
-        features=PatchesBesideScattering().identity(),
+        features=Patches().identity(),
     ),
 }
 
@@ -77,6 +76,9 @@ def model(request, tmp_path_factory):
 def of_blueprint(blueprint, folder):
     torch.manual_seed(0)
     network = blueprint.build()
+    for weight in network.parameters():
+        if not weight.any():  # a classifier that starts at 0 would say nothing of its features
+            weight.data.copy_(numbers(*weight.shape) - 0.5)
     if blueprint.normalized:
         channels = blueprint.input_shape[0]
         network[0].mean.copy_(numbers(channels) / 2)

@@ -47,8 +47,8 @@ def test_recipes_of_the_package_hold_settings_that_can_be_run(name, epsilon):
     assert settings.dataset == name.removesuffix("-transfer")
 
 
-def test_the_four_recipes_are_there():
-    assert names() == ["cifar10", "cifar10-transfer", "fashion-mnist", "mnist"]
+def test_the_five_recipes_are_there():
+    assert names() == ["cifar10", "cifar10-transfer", "cifar100", "fashion-mnist", "mnist"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ FILE = "settings.json"
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 #: networks for any features, and for those of one kind
 FOR_FEATURES = ("linear", "scatter-cnn")
-FOR_SOME_FEATURES = ("mirror-linear", "joint-linear")
+FOR_SOME_FEATURES = ("mirror-linear",)
 #: settings of one start of a run, not of the run
 OF_ONE_START = ("resume", "fork", "out", "json", "track")
 #: settings that a resumed run may change, since its result does not depend on them
@@ -84,11 +84,11 @@ class ModelOptions:
 
     model: str | None = None
     """mlp, lenet-small, lenet5, lenet5-tanh, model3, resnet20, alexnet, cnn-tanh, wrn16-4; with --pretrained
-    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn, mirror-linear (scattering only) or
-    joint-linear (patches+scattering only). By default that of the dataset"""
-    features: Literal["none", "scattering", "patches", "patches+scattering"] = "none"
-    """train on fixed features of each image, cached in the data folder: of wavelets (scattering), of its
-    likeness to patches of drawn images (patches), or both"""
+    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn or mirror-linear (scattering only). By
+    default that of the dataset"""
+    features: Literal["none", "scattering", "patches"] = "none"
+    """train on fixed features of each image, cached in the data folder: of wavelets (scattering), or of
+    patches and wavelets, whitened by drawn images (patches)"""
     normalize: float = 0.0
     """share of the privacy budget for means and energies of the feature channels, released before training;
     0.02 is plenty, 0 leaves the features as they are"""

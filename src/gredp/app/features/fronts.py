@@ -1,10 +1,6 @@
 """The features that need no file, by the name that `--features` has for them."""
 
-from gredp.app.features.patches import Patches, PatchesBesideScattering
+from gredp.app.features.patches import Patches
 from gredp.app.features.scattering import Scattering
 
-FRONTS: dict[str, type[Scattering] | type[Patches]] = {
-    "scattering": Scattering,
-    "patches": Patches,
-    "patches+scattering": PatchesBesideScattering,
-}
+FRONTS: dict[str, type[Scattering] | type[Patches]] = {"scattering": Scattering, "patches": Patches}

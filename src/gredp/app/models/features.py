@@ -1,13 +1,10 @@
 """Small networks for features."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gredp.app.features.patches import FILTERS
 from gredp.app.features.scattering import mirrored
 from gredp.app.models.sequential import Shape
-from gredp.errors import GredpError
 
 
 def standardize(channels: int) -> nn.Module:
@@ -18,21 +15,18 @@ def standardize(channels: int) -> nn.Module:
 def linear(input_shape: Shape, classes: int) -> nn.Sequential:
     """One layer on everything, with each record standardized.
 
-    So a record counts by its direction alone, and clipping treats faint and bold ones alike.
+    So a record counts by its direction alone, and clipping treats faint and bold ones alike. It starts at 0:
+    random first weights would be noise that no budget asks for.
     """
     channels, height, width = input_shape
-    return nn.Sequential(standardize(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
+    last = nn.Linear(channels * height * width, classes)
+    nn.init.zeros_(last.weight)
+    return nn.Sequential(standardize(channels), nn.Flatten(), last)
 
 
 def mirror_linear(input_shape: Shape, classes: int) -> nn.Module:
     """`linear` on scattering features that are averaged over an image and its mirror image."""
     return nn.Sequential(Mirrored(input_shape[0]), *linear(input_shape, classes))
-
-
-def joint_linear(input_shape: Shape, classes: int) -> nn.Module:
-    """`linear` on patches and scattering features, each standardized: neither outweighs the other."""
-    channels, height, width = input_shape
-    return nn.Sequential(Halves(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
 
 
 def scatter_cnn(input_shape: Shape, classes: int) -> nn.Module:
@@ -45,19 +39,6 @@ def scatter_cnn(input_shape: Shape, classes: int) -> nn.Module:
     then = [nn.Conv2d(64, 64, 3, padding=1), nn.Tanh(), nn.Flatten()]
     last = nn.Linear(64 * (rows // 2) * (columns // 2), classes)
     return nn.Sequential(standardize(channels), *first, *then, last)
-
-
-class Halves(nn.Module):
-    """`[b, C, H, W]` → the same: patches to mean 0 and mean square 1, and so the rest; nothing to learn."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.sizes = [2 * FILTERS, channels - 2 * FILTERS]
-        if self.sizes[1] < 1:
-            raise GredpError(f"joint-linear is for patches+scattering, not for {channels} channels")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([F.layer_norm(half, half.shape[1:]) for half in x.split(self.sizes, 1)], 1)
 
 
 class Mirrored(nn.Module):
