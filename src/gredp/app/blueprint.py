@@ -55,7 +55,7 @@ class Blueprint:
         if not self.normalized:
             return network
         # Files have its parameters under the name "normalise".
-        parts = [("normalise", ChannelNorm(self.input_shape[0])), ("network", network)]
+        parts = [("normalise", ChannelNorm(*self.input_shape)), ("network", network)]
         return nn.Sequential(OrderedDict(parts))
 
     def extractor(self, folder: Path) -> FeatureExtractor | None:
