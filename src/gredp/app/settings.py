@@ -32,7 +32,7 @@ FILE = "settings.json"
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 #: networks for any features, and for those of one kind
 FOR_FEATURES = ("linear", "scatter-cnn")
-FOR_SOME_FEATURES = ("mirror-linear", "joint-linear")
+FOR_SOME_FEATURES = ("mirror-linear", "orders-linear", "joint-linear")
 #: settings of one start of a run, not of the run
 OF_ONE_START = ("resume", "fork", "out", "json", "track")
 #: settings that a resumed run may change, since its result does not depend on them
@@ -127,17 +127,17 @@ class ModelOptions:
 
     model: str | None = None
     """mlp, lenet-small, lenet5, lenet5-tanh, model3, resnet20, alexnet, cnn-tanh, wrn16-4; with --pretrained
-    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn, mirror-linear (scattering only) or
-    joint-linear (patches+scattering only). By default that of the dataset"""
+    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn, mirror-linear or orders-linear
+    (scattering only), joint-linear (patches+scattering only). By default that of the dataset"""
     features: Literal["none", "scattering", "patches", "patches+scattering"] = "none"
     """train on fixed features of each image, cached in the data folder: of wavelets (scattering), of its
     likeness to patches of drawn images (patches), or both"""
     normalize: float = 0.0
-    """share of the privacy budget for means and energies of the feature channels, released before training;
+    """share of the privacy budget for means of features and energies of channels, released before training;
     0.02 is plenty, 0 leaves the features as they are"""
     pretrained: str | None = None
-    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. The network up
-    to its last block computes features; resnet18-1conv and resnet18-2conv train the rest"""
+    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. Its later
+    stages compute features; resnet18-1conv and resnet18-2conv train its last block"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     ema: float = 0.0

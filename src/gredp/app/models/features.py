@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gredp.app.features.patches import FILTERS
-from gredp.app.features.scattering import mirrored
+from gredp.app.features.scattering import ANGLES, CHANNELS, SCALES, mirrored
 from gredp.app.models.sequential import Shape
 from gredp.errors import GredpError
 
@@ -27,6 +27,12 @@ def linear(input_shape: Shape, classes: int) -> nn.Sequential:
 def mirror_linear(input_shape: Shape, classes: int) -> nn.Module:
     """`linear` on scattering features that are averaged over an image and its mirror image."""
     return nn.Sequential(Mirrored(input_shape[0]), *linear(input_shape, classes))
+
+
+def orders_linear(input_shape: Shape, classes: int) -> nn.Module:
+    """`linear` on scattering features, each order standardized: none outweighs another."""
+    channels, height, width = input_shape
+    return nn.Sequential(Orders(channels), nn.Flatten(), nn.Linear(channels * height * width, classes))
 
 
 def joint_linear(input_shape: Shape, classes: int) -> nn.Module:
@@ -58,6 +64,20 @@ class Halves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([F.layer_norm(half, half.shape[1:]) for half in x.split(self.sizes, 1)], 1)
+
+
+class Orders(nn.Module):
+    """`[b, 81·c, H, W]` → the same: each order to mean 0 and mean square 1; nothing to learn."""
+
+    sizes = (1, SCALES * ANGLES, CHANNELS - 1 - SCALES * ANGLES)
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        mirrored(channels)  # rejects what is not scattering
+
+    def forward(self, x: Tensor) -> Tensor:
+        orders = x.unflatten(1, (-1, CHANNELS)).split(self.sizes, 2)
+        return torch.cat([F.layer_norm(order, order.shape[1:]) for order in orders], 2).flatten(1, 2)
 
 
 class Mirrored(nn.Module):
