@@ -80,9 +80,8 @@ def of_blueprint(blueprint, folder):
         if not weight.any():  # a classifier that starts at 0 would say nothing of its features
             weight.data.copy_(numbers(*weight.shape) - 0.5)
     if blueprint.normalized:
-        channels = blueprint.input_shape[0]
-        network[0].mean.copy_(numbers(channels) / 2)
-        network[0].scale.copy_(numbers(channels) + 0.1)
+        network[0].mean.copy_(numbers(*blueprint.input_shape) / 2)
+        network[0].scale.copy_(numbers(blueprint.input_shape[0]) + 0.1)
     guarantee = quote(method="dpsgd", target_epsilon=2.0, accountant="rdp").to_json()
     told = Blueprint(**(vars(blueprint) | {"guarantee": guarantee}))
     save_file(network.state_dict(), folder / "model.safetensors", told.metadata())

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from gredp.app.data.tables import Schema, parse_schema
-from gredp.app.features.backbone import Backbone
+from gredp.app.features.backbone import STAGES, Backbone
 from gredp.app.features.cache import FeatureExtractor
 from gredp.app.features.fronts import FRONTS
 from gredp.app.features.normalize import ChannelNorm
@@ -55,7 +55,7 @@ class Blueprint:
         if not self.normalized:
             return network
         # Files have its parameters under the name "normalise".
-        parts = [("normalise", ChannelNorm(self.input_shape[0])), ("network", network)]
+        parts = [("normalise", ChannelNorm(*self.input_shape)), ("network", network)]
         return nn.Sequential(OrderedDict(parts))
 
     def extractor(self, folder: Path) -> FeatureExtractor | None:
@@ -65,7 +65,8 @@ class Blueprint:
         if self.features["name"] in FRONTS:
             extractor: FeatureExtractor = FRONTS[self.features["name"]]()
         else:
-            extractor = Backbone(str(folder / FEATURES), self.features["size"])
+            stages = self.features.get("until") == STAGES
+            extractor = Backbone(str(folder / FEATURES), self.features["size"], stages)
         if extractor.identity() != self.features:
             raise GredpError(
                 f"{folder} was trained on features that this version of gredp computes differently: "

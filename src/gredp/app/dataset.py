@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from gredp.app.data import Splits, hold_out, load
 from gredp.app.data.augment import DRAWS, augmented
-from gredp.app.features.backbone import Backbone
+from gredp.app.features.backbone import SIZE, Backbone
 from gredp.app.features.cache import FeatureExtractor, extract_cached
 from gredp.app.features.fronts import FRONTS
 from gredp.app.known_data import KNOWN
@@ -77,7 +77,10 @@ def read_data(settings: TrainSettings, given: Splits | None = None) -> tuple[Spl
     """The records as the network sees them, and what has extracted their features."""
     extractor: FeatureExtractor | None = None
     if settings.pretrained is not None:
-        extractor = Backbone(settings.pretrained)
+        rest = (settings.model or "").startswith("resnet18-")  # its own last block is trained
+        extractor = (
+            Backbone(settings.pretrained) if rest else Backbone(settings.pretrained, SIZE, stages=True)
+        )
     elif settings.features != "none":
         extractor = FRONTS[settings.features]()
     if given is not None and extractor is not None:

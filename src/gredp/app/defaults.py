@@ -132,7 +132,7 @@ def for_images(
 ) -> dict[str, Any]:
     """With so many records to train on, of channels, height and width as they are scaled."""
     channels, height, width = shape
-    features = 512 * 3 * 3 if pretrained else 81 * channels * (height // 4) * (width // 4)
+    features = 1280 * 2 * 2 if pretrained else 81 * channels * (height // 4) * (width // 4)
     signal = max(1.0, epsilon * records / SIGNAL) if epsilon > 0 else 1.0
     reach = min(LARGEST_REACH, REACH * math.sqrt(signal))
     return ({} if pretrained else {"features": "scattering"}) | {

@@ -46,9 +46,9 @@ class Session:
         extractor: FeatureExtractor | None,
         engine: PrivacyEngine,
         noise: dict[str, Any],
-        statistics: Tensor | None = None,
+        statistics: tuple[Tensor, float] | None = None,
     ) -> None:
-        """`statistics` of the features, as released, are in the model before it is made private."""
+        """`statistics`: of the features, as released, and their noise; in the model before it is private."""
         self.settings, self.folder, self.engine = settings, folder, engine
         self.data, self.extractor = data, extractor
         self.task = task_of(data)
@@ -94,14 +94,14 @@ class Session:
         )
         self.average = WeightAverage(self.model, settings.ema) if settings.ema else None
 
-    def _model(self, statistics: Tensor | None) -> nn.Module:
+    def _model(self, statistics: tuple[Tensor, float] | None) -> nn.Module:
         torch.manual_seed(self.settings.seed)
         model = self.blueprint.build()
         network, norm = (model, None) if not self.settings.normalize else (model[1], model[0])  # type: ignore[index]
         if self.extractor is not None:
             self.extractor.load_into(network)
         if statistics is not None and norm is not None:
-            norm.take(statistics, self.data.units)
+            norm.take(*statistics, self.data.units)
         return model
 
     @property
@@ -165,7 +165,7 @@ def begin(
         # Charged first, so that the noise of training is calibrated to what is left; a fork has its parent's.
         query = _query(settings, data)
         shares = None if data.persons is None else Persons(data.persons, len(data.persons)).shares()
-        statistics = release(engine, data.x_train, query, shares)
+        statistics = release(engine, data.x_train, query, shares), query.releases[0].noise_std
     session = Session(settings, folder, data, extractor, engine, target, statistics)
     session.query = None if query is None else describe(query)
     if weights is not None:

@@ -33,7 +33,7 @@ FILE = "settings.json"
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 #: networks for any features, and for those of one kind
 FOR_FEATURES = ("linear", "scatter-cnn")
-FOR_SOME_FEATURES = ("mirror-linear",)
+FOR_SOME_FEATURES = ("mirror-linear", "orders-linear")
 #: settings of one start of a run, not of the run
 OF_ONE_START = ("resume", "fork", "out", "json", "track")
 #: settings that a resumed run may change, since its result does not depend on them
@@ -84,17 +84,17 @@ class ModelOptions:
 
     model: str | None = None
     """mlp, lenet-small, lenet5, lenet5-tanh, model3, resnet20, alexnet, cnn-tanh, wrn16-4; with --pretrained
-    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn or mirror-linear (scattering only). By
-    default that of the dataset"""
+    resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn, mirror-linear or orders-linear
+    (scattering only). By default that of the dataset"""
     features: Literal["none", "scattering", "patches"] = "none"
     """train on fixed features of each image, cached in the data folder: of wavelets (scattering), or of
     patches and wavelets, whitened by drawn images (patches)"""
     normalize: float = 0.0
-    """share of the privacy budget for means and energies of the feature channels, released before training;
+    """share of the privacy budget for means of features and energies of channels, released before training;
     0.02 is plenty, 0 leaves the features as they are"""
     pretrained: str | None = None
-    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. The network up
-    to its last block computes features; resnet18-1conv and resnet18-2conv train the rest"""
+    """weights of a ResNet-18 trained on public data, as safetensors with torchvision's names. Its later
+    stages compute features; resnet18-1conv and resnet18-2conv train its last block"""
     block: int | None = None
     """block size of circulant fully connected layers; 0 is dense. By default 8 for gredp and spectral_dp"""
     ema: float = 0.0
@@ -188,8 +188,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
     For your own data, --data FOLDER or --data MINE.csv, settings that fit are chosen from public facts."""
 
     recipe: str | None = None
-    """settings from a file: mnist, fashion-mnist, cifar10, cifar10-transfer, or the path of your own .toml;
-    command-line options override it"""
+    """settings from a file: mnist, fashion-mnist, cifar10, cifar100, cifar10-transfer, or the path of your
+    own .toml; command-line options override it"""
     epsilon: float = 2.0
 
     @property

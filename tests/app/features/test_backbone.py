@@ -93,6 +93,22 @@ def test_front_and_tail_are_the_whole_network(file, weights, name):
         )
 
 
+def test_stages_of_an_image_and_its_mirror_image(file):
+    x, seen = torch.rand(2, 3, 8, 8), []
+    stages, plain = Backbone(file, 64, stages=True), Backbone(file, 64)
+    assert stages.identity() != plain.identity()
+    for layer in (plain.network.layer3, plain.network.layer4[0], plain.network.layer4[1]):
+        layer.register_forward_hook(
+            lambda layer, given, out: seen.append(F.interpolate(out, (2, 2), mode="area"))
+        )
+    for view in (x, x.flip(3)):
+        plain.network(view)
+    want = torch.cat([(seen[i] + seen[i + 3].flip(3)) / 2 for i in range(3)], 1)
+    torch.testing.assert_close(stages.network.features(x), want)
+    assert (stages(x) - want).norm() < 0.03 * want.norm()  # bfloat16 on some processors
+    torch.testing.assert_close(stages(x.flip(3)), stages(x).flip(3))
+
+
 def test_features_of_a_record_do_not_depend_on_the_others(file):
     x, front = torch.rand(3, 3, 16, 16), Backbone(file)
     alone = torch.cat([front(record[None]) for record in x])

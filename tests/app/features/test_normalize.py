@@ -25,10 +25,11 @@ V_TOLERANCE, V_DRAWS = 0.027, 100_000
 def slowly(x):
     """The sum of clipped contributions by its definition, in Python's numbers."""
     records, channels = x.shape[:2]
-    total = [0.0] * (2 * channels)
+    total = [0.0] * (x[0].numel() + channels)
     for i in range(records):
         cells = [[math.copysign(math.sqrt(abs(a)), a) for a in x[i, c].flatten()] for c in range(channels)]
-        v = [sum(c) / len(c) for c in cells] + [sum(a * a for a in c) / len(c) for c in cells]
+        v = [a / math.sqrt(len(c)) for c in cells for a in c]
+        v += [sum(a * a for a in c) / len(c) for c in cells]
         length = math.sqrt(sum(a * a for a in v))
         factor = min(1.0, math.sqrt(2 * channels) / length)
         total = [t + factor * a for t, a in zip(total, v)]
@@ -74,17 +75,29 @@ def test_noise_is_never_drawn_twice():
     assert engine.ledger.steps == engine.ledger.inherited == 2
 
 
-def test_channels_are_centered_and_scaled():
-    roots = 0.5 + torch.tensor([0.2, 0.3, 0.5])[:, None, None] * torch.randn(2000, 3, 2, 2)
+def test_features_are_centered_and_channels_scaled():
+    deviations = torch.tensor([0.2, 0.3, 0.5])[:, None, None]
+    roots = torch.tensor([[0.2, 0.4], [0.6, 0.8]]) + deviations * torch.randn(2000, 3, 2, 2)
     x = roots * roots.abs()
-    norm = ChannelNorm(3)
-    norm.take(contributions(x).sum(0), len(x))
+    norm = ChannelNorm(3, 2, 2)
+    norm.take(contributions(x).sum(0), 0.0, len(x))
     out = norm(x)
-    assert out.mean((0, 2, 3)).abs().max() < 0.05
+    assert out.mean(0).abs().max() < 0.1
     torch.testing.assert_close(out.std((0, 2, 3)), torch.ones(3), rtol=0.1, atol=0)
     assert not any(p.requires_grad for p in norm.parameters())
-    norm.take(torch.full((6,), -5.0), 10)  # what noise alone could give
+    norm.take(torch.full((15,), -5.0), 1.0, 10)  # what noise alone could give
     assert norm.scale.min() == pytest.approx(normalize.SMALLEST)
+
+
+def test_means_that_differ_by_no_more_than_noise_are_those_of_the_channel():
+    places, noise = 400, 0.3
+    true = torch.linspace(-1, 1, places).repeat(2, 1) * torch.tensor([[0.0], [1.0]])
+    sums = (true + noise * torch.randn(2, places)) / math.sqrt(places)
+    norm = ChannelNorm(2, 20, 20)
+    norm.take(torch.cat([sums.flatten(), torch.ones(2)]) * 50, noise * 50 / math.sqrt(places), 50)
+    error = (norm.mean.flatten(1) - true).square().mean(1).sqrt()
+    assert error[0] < 0.5 * noise
+    assert error[1] < noise
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -160,6 +160,16 @@ def test_random_images_are_of_their_seed_alone():
     torch.testing.assert_close(random_images(3, 1, 24, 5), x.mean(1, keepdim=True))
 
 
+def test_each_order_is_standardized():
+    x = images(2, 162, 3, 3).float() * torch.tensor([100.0, *[10.0] * 16, *[1.0] * 64] * 2)[:, None, None]
+    found = build("orders-linear", (162, 3, 3), 10)[0](x)
+    for order in found.unflatten(1, (2, 81)).split([1, 16, 64], 2):
+        torch.testing.assert_close(order.mean((1, 2, 3, 4)), torch.zeros(2), atol=1e-5, rtol=0)
+        torch.testing.assert_close(order.square().mean((1, 2, 3, 4)), torch.ones(2), atol=1e-3, rtol=0)
+    with pytest.raises(GredpError, match="90 channels are not scattering features"):
+        build("orders-linear", (90, 3, 3), 10)
+
+
 def test_dead_leaves_are_of_their_seed_alone_and_cover_the_image():
     x = dead_leaves(3, 3, 24, 5)
     assert np.array_equal(x, dead_leaves(3, 3, 24, 5))

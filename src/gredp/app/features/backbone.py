@@ -3,6 +3,7 @@
 The weights must come from public data: nothing here protects what they were trained on.
 """
 
+import copy
 import hashlib
 from functools import cached_property
 from pathlib import Path
@@ -19,18 +20,26 @@ from gredp.storage.files import one_line, read
 
 #: largest file of weights that is read
 LARGEST_WEIGHTS = 1 << 30
+#: height and width that images are scaled up to for a classifier on several stages
+SIZE = 128
+STAGES = "layer3, layer4.0 and layer4.1, mirrored"
+#: records at a time: more would leave the processor's cache
+CHUNK = 16
 
 
 class Backbone:
     """Images `[b, 3, h, w]` in [0, 1], scaled up to `size` pixels → features `[b, 512, size/32, size/32]`.
 
+    With `stages`, `[b, 1280, 2, 2]`: of the third stage and of both blocks of the fourth, averaged over
+    quarters of the image, and over the image and its mirror image turned back.
+
     `path` is a safetensors file with torchvision's names, in half or single precision; its classifier, if it
     has one, is not used. Normalization layers keep the statistics of the file.
     """
 
-    def __init__(self, path: str, size: int = 96) -> None:
+    def __init__(self, path: str, size: int = 96, stages: bool = False) -> None:
         content = read(Path(path).expanduser().resolve(), LARGEST_WEIGHTS)
-        self.path, self.size = path, size
+        self.path, self.size, self.stages = path, size, stages
         self.sha256 = hashlib.sha256(content).hexdigest()
         try:
             found = load(content)
@@ -57,20 +66,28 @@ class Backbone:
                 raise GredpError(f"{self.path}: {name} holds values that are not finite")
 
     def identity(self) -> dict[str, Any]:
-        return {"name": "resnet18", "until": "layer4.0", "size": self.size, "sha256": self.sha256}
+        until = STAGES if self.stages else "layer4.0"
+        return {"name": "resnet18", "until": until, "size": self.size, "sha256": self.sha256}
 
     @cached_property
     def network(self) -> ResNet18:
-        network = ResNet18(size=self.size)
+        network = ResNet18(size=self.size, stages=self.stages)
         self.load_into(network)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return network.requires_grad_(False).eval()
+
+    @cached_property
+    def quick(self) -> ResNet18:
+        """For all stages in bfloat16 where the processor has it: half the time, and 1 % off."""
+        native = self.stages and torch.cpu._is_avx512_bf16_supported()
+        return copy.deepcopy(self.network).bfloat16() if native else self.network
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[1] != 3:
             raise GredpError(f"a pretrained ResNet-18 takes images of 3 channels, not {x.shape[1]}")
         with torch.no_grad():
-            return self.network.features(x.contiguous(memory_format=torch.channels_last)).contiguous()
+            parts = x.contiguous(memory_format=torch.channels_last).split(CHUNK)
+            return torch.cat([self.quick.features(part) for part in parts]).contiguous()
 
     def load_into(self, model: nn.Module) -> None:
         """Put the file's weights into the whole network or its tail; the classifier stays as it was drawn."""

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from gredp.app.models import sequential
-from gredp.app.models.features import linear, mirror_linear, scatter_cnn
+from gredp.app.models.features import linear, mirror_linear, orders_linear, scatter_cnn
 from gredp.app.models.resnet import resnet18_1conv, resnet18_2conv, resnet20
 from gredp.app.models.wide_resnet import wrn16_4
 from gredp.errors import GredpError
@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[Callable[[Any, int], nn.Module], int]] = {
     "resnet18-2conv": (resnet18_2conv, 1),
     "linear": (linear, 1),
     "mirror-linear": (mirror_linear, 1),
+    "orders-linear": (orders_linear, 1),
     "scatter-cnn": (scatter_cnn, 2),
 }
 

@@ -1,9 +1,10 @@
 """Small networks for features."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gredp.app.features.scattering import mirrored
+from gredp.app.features.scattering import ANGLES, CHANNELS, SCALES, mirrored
 from gredp.app.models.sequential import Shape
 
 
@@ -29,6 +30,12 @@ def mirror_linear(input_shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(Mirrored(input_shape[0]), *linear(input_shape, classes))
 
 
+def orders_linear(input_shape: Shape, classes: int) -> nn.Module:
+    """`linear` on scattering features, each order standardized: none outweighs another."""
+    _, flatten, last = linear(input_shape, classes)
+    return nn.Sequential(Orders(input_shape[0]), flatten, last)
+
+
 def scatter_cnn(input_shape: Shape, classes: int) -> nn.Module:
     """Two 3×3 convolutions with tanh and a pooling between them, then one layer; records standardized.
 
@@ -39,6 +46,20 @@ def scatter_cnn(input_shape: Shape, classes: int) -> nn.Module:
     then = [nn.Conv2d(64, 64, 3, padding=1), nn.Tanh(), nn.Flatten()]
     last = nn.Linear(64 * (rows // 2) * (columns // 2), classes)
     return nn.Sequential(standardize(channels), *first, *then, last)
+
+
+class Orders(nn.Module):
+    """`[b, 81·c, H, W]` → the same: each order to mean 0 and mean square 1; nothing to learn."""
+
+    sizes = (1, SCALES * ANGLES, CHANNELS - 1 - SCALES * ANGLES)
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        mirrored(channels)  # rejects what is not scattering
+
+    def forward(self, x: Tensor) -> Tensor:
+        orders = x.unflatten(1, (-1, CHANNELS)).split(self.sizes, 2)
+        return torch.cat([F.layer_norm(order, order.shape[1:]) for order in orders], 2).flatten(1, 2)
 
 
 class Mirrored(nn.Module):

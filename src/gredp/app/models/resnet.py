@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,11 +60,15 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """The standard network: 7×7 stem, four stages of two blocks; small images are scaled up to `size`."""
+    """The standard network: 7×7 stem, four stages of two blocks; small images are scaled up to `size`.
 
-    def __init__(self, classes: int = 10, size: int = 96) -> None:
+    With `stages`, its features are what its last stages give, side by side, averaged over the image and its
+    mirror image turned back: more for a linear classifier, and nothing for the network's own rest.
+    """
+
+    def __init__(self, classes: int = 10, size: int = 96, stages: bool = False) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.stages = size, stages
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.layer1 = nn.Sequential(BasicBlock(64, 64, 1), BasicBlock(64, 64, 1))
@@ -76,13 +81,26 @@ class ResNet18(nn.Module):
         return classify(self.layer4[1], self.fc, self.features(x))
 
     def features(self, x: Tensor) -> Tensor:
-        """`[b, 3, h, w]` → `[b, 512, size/32, size/32]`: all before the last block; frozen."""
+        """`[b, 3, h, w]` → `[b, 512, size/32, size/32]`: all before the last block; frozen.
+
+        With `stages` `[b, 1280, 2, 2]`: the third stage, both blocks of the fourth, averaged over quarters.
+        """
+        if not self.stages:
+            return self.layer4[0](self._third(x))
+        pairs = zip(self._stages(x), self._stages(x.flip(3)))
+        return torch.cat([(seen + mirrored.flip(3)) / 2 for seen, mirrored in pairs], 1)
+
+    def _stages(self, x: Tensor) -> list[Tensor]:
+        third = self._third(x)
+        fourth = self.layer4[0](third)
+        return [F.adaptive_avg_pool2d(t.float(), 2) for t in (third, fourth, self.layer4[1](fourth))]
+
+    def _third(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.size:
             x = F.interpolate(x, size=(self.size, self.size), mode="bilinear", antialias=False)
+        x = x.to(self.conv1.weight.dtype)
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4[0]):
-            x = stage(x)
-        return x
+        return self.layer3(self.layer2(self.layer1(x)))
 
 
 class Tail(nn.Module):
