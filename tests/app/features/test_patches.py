@@ -12,6 +12,7 @@ from gredp.app.features.dead_leaves import dead_leaves
 from gredp.app.features.patches import Likeness, Patches, bank, cells
 from gredp.app.features.random_images import random_images
 from gredp.app.features.scattering import Scattering, mirrored
+from gredp.app.models import build
 
 FEW = 6
 
