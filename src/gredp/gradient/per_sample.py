@@ -35,10 +35,13 @@ class Products:
         self.rounded = rounded
         self._made: tuple[Any, Any] | None = None
 
+    def free(self) -> None:
+        self._made = None
+
     def reuse(self, key: Any, make: Callable[[], Any]) -> Any:
         """What was made under the same key last: layers of one shape follow each other."""
         if self._made is None or self._made[0] != key:
-            self._made = None  # its memory is free for the next
+            self.free()  # for what is made next
             self._made = key, make()
         return self._made[1]
 

@@ -52,6 +52,7 @@ class Received:
         self.needs = needs
         self.views = views
         self.rounded = rounded
+        self._products = Products(rounded)
         self._grid_axes = grid_axes
         #: the batches that were handed out so far; None before the first
         self.handed_out: Callable[[], int | None] = lambda: None
@@ -65,7 +66,7 @@ class Received:
 
     def drop(self) -> None:
         """Forget what backwards have brought."""
-        self._products = Products(self.rounded)
+        self._products.free()
         self._pending: dict[str, PerSampleGradient] = {}
         #: that they have come through
         self.forwards: list[Forward] = []
