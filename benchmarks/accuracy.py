@@ -49,7 +49,6 @@ ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
     },
     "cifar10": {
         "as it is": ALL,
-        "half the steps, less momentum": ALL | {"epochs": "12", "momentum": "0.6", "lr": "0.062"},
         "gradients clipped at norm 120": ALL | {"clip-norm": "120", "lr": "0.0155"},
         "average of the weights": ALL | {"ema": "0.5"},
         "scattering alone, private normalization": SCATTERING,
