@@ -1,6 +1,6 @@
 """How time and memory grow: step time with the batch and with the width, circulant layers with their size.
 
-And where the time of a ResNet-20 step goes.
+And where the time of a step goes.
 
 python benchmarks/scaling.py --out results/scaling.json [--threads 2]
 """
@@ -23,6 +23,8 @@ BATCHES, PHYSICAL = (64, 128, 256, 512, 1024, 4096), 128
 WIDTHS = (256, 512, 1024, 2048, 4096)
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 VARIANTS = ("plain", "dpsgd", "gredp shaped")
+#: whose steps are taken apart
+PROFILED = ("lenet5", "resnet20", "mlp", "transformer")
 
 
 def grown(network: str, batch: int, threads: int, rounds: int, *physical: int) -> dict:
@@ -93,7 +95,8 @@ def main() -> None:
         "threads": threads,
         "rounds": rounds,
         "physical_batch": PHYSICAL,
-        "profile": {variant: profiled("resnet20", variant) for variant in VARIANTS},
+        # plain first: from the first private step on, the process keeps what steps free
+        "profile": {v: {name: profiled(name, v) for name in PROFILED} for v in VARIANTS},
         "circulant": {str(n): circulant(n, 3 * rounds) for n in SIZES},
         "width": {str(n): grown(f"mlp{n}", 500, threads, rounds) for n in WIDTHS},
         "batch": {

@@ -2,12 +2,11 @@
 
 python benchmarks/worker.py NETWORK VARIANT BATCH THREADS [PHYSICAL]    (driven over standard input)
 
-A batch of 0 is the network's own; PHYSICAL records are in memory at once. Every variant keeps the memory that
-its steps free, as `make_private` does, unless GREDP_KEEP_MEMORY is 0; those that end in "kept" always do.
+A batch of 0 is the network's own; PHYSICAL records are in memory at once. Each variant runs as its users get
+it: our `make_private` keeps the memory that steps free, plain PyTorch and Opacus do not. "plain kept" does.
 """
 
 import json
-import os
 import sys
 import time
 import warnings
@@ -25,11 +24,12 @@ from gredp.memory import keep_freed_memory
 OURS: dict[str, dict[str, Any]] = {
     "dpsgd": {"method": "dpsgd"},
     "dpsgd per layer": {"method": "dpsgd", "clipping": "per_layer"},
+    "dpsgd bf16": {"method": "dpsgd", "precision": "bf16"},
     "spectral_dp": {"method": "spectral_dp"},
     "gredp": {"method": "gredp"},
     "gredp shaped": {"method": "gredp", "noise": "shaped"},
 }
-VARIANTS = ("plain", *OURS, "opacus hooks", "opacus ghost")
+VARIANTS = ("plain", "plain kept", *OURS, "opacus hooks", "opacus ghost")
 
 
 def stepper(name: str, variant: str, batch: int | None, physical: int | None = None) -> Callable[[], None]:
@@ -89,10 +89,8 @@ def memory(field: str) -> int:
 
 def main() -> None:
     name, variant, batch, threads, *physical = sys.argv[1:]
-    if variant.endswith(" kept"):
-        os.environ.pop("GREDP_KEEP_MEMORY", None)
-        variant = variant.removesuffix(" kept")
-    keep_freed_memory()
+    if variant == "plain kept":
+        keep_freed_memory()
     warnings.simplefilter("ignore")
     torch.set_num_threads(int(threads))
     if variant.startswith("opacus"):

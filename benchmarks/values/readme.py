@@ -25,8 +25,9 @@ def values() -> dict[str, Any]:
 
 def _lead(networks: dict[str, Any]) -> str:
     """Least and largest ratio over the networks of the table."""
-    ours = sorted(entry["variants"]["dpsgd"]["time_ratio"] for entry in networks.values())
-    theirs = sorted(ahead(entry["variants"]) for entry in networks.values())
+    shown = [networks[name]["variants"] for name in NETWORKS]
+    ours = sorted(variants["dpsgd"]["time_ratio"] for variants in shown)
+    theirs = sorted(map(ahead, shown))
     return (
         f"A private step takes {ours[0]:.1f} to {ours[-1]:.1f} times a plain one; "
         f"Opacus' faster mode takes {theirs[0]:.1f} to {theirs[-1]:.1f} times ours."
