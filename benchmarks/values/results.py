@@ -19,6 +19,7 @@ KNOWN = {
     ("cifar10", 1.0): (74.0, "–", "72.3, priors learned from random processes (Tang et al. 2023)"),
     ("cifar10", 1.5): (76.0, "59.31 (ResNet-20)", "–"),
     ("cifar10", 2.0): (77.0, "67.87 (Model-3)", "69.4 (DPSUR, Fu et al. 2024)"),
+    ("cifar100", 2.0): (35.0, "–", "–"),
     ("cifar10-transfer", 2.0): (
         86.0,
         "80.86 (ResNet-18-2Conv)",
