@@ -21,9 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import gredp
 from gredp.memory import keep_freed_memory
 
+#: records of each, side by side, where persons are the unit of privacy
+PER_PERSON = 4
 OURS: dict[str, dict[str, Any]] = {
     "dpsgd": {"method": "dpsgd"},
     "dpsgd per layer": {"method": "dpsgd", "clipping": "per_layer"},
+    "dpsgd adaptive": {"method": "dpsgd", "clipping": "adaptive"},
+    "dpsgd persons": {"method": "dpsgd", "records_per_person": PER_PERSON},
     "dpsgd bf16": {"method": "dpsgd", "precision": "bf16"},
     "spectral_dp": {"method": "spectral_dp"},
     "gredp": {"method": "gredp"},
@@ -44,11 +48,15 @@ def stepper(name: str, variant: str, batch: int | None, physical: int | None = N
 
         model = ModuleValidator.fix(model) if name.startswith(("transformer", "lstm")) else model
     optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    settings: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | OURS.get(variant, {})
+    units = len(x)
+    if "records_per_person" in settings:
+        units //= PER_PERSON
+        settings["persons"] = [person for person in range(units) for _ in range(PER_PERSON)]
+    loader = DataLoader(TensorDataset(x, y), batch_size=units)
     common = {"module": model, "optimizer": optimizer, "data_loader": loader}
     if variant in OURS:
-        model, optimizer, _ = gredp.PrivacyEngine().make_private(**common, **settings, **OURS[variant])
+        model, optimizer, _ = gredp.PrivacyEngine().make_private(**common, **settings)
     elif variant.startswith("opacus"):
         from opacus import PrivacyEngine
 

@@ -4,6 +4,7 @@ import ast
 import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ SOURCE = ROOT / "src" / "gredp"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@cache
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -24,6 +26,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+@cache
 def calls(path: Path) -> set[str]:
     """Dotted names that are called, such as torch.randn."""
     return {

@@ -55,18 +55,41 @@ def test_chacha20_on_tensors_is_the_cipher_of_that_name(blocks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_noise_of_a_device_is_normal_and_never_the_same(dtype, monkeypatch):
-    """The CPU in the place of another device: its words are ChaCha20's."""
-
-    def words(self, count, device, purpose, *numbers):
-        return chacha20(self._key_for(purpose, *numbers), -(-count // 16), device)[:count]
-
-    monkeypatch.setattr(Secret, "words", words)
-    source = SecretSource(Secret(2))
-    source.begin(1)
-    first, second = (source.normal((40_001,), torch.zeros(1, dtype=dtype)).double() for _ in range(2))
+def test_noise_of_a_device_is_normal_and_never_the_same(dtype):
+    """The CPU in the place of another device, whose words are ChaCha20's and whose numbers are torch's."""
+    secret, draws = Secret(2), []
+    of_pair = 4 if dtype == torch.float64 else 2
+    for block in (1, 2):
+        words = chacha20(secret._key_for("noise", 1, block, 0), -(-of_pair * 20_001 // 16), ONE.device)
+        draws.append(torch.empty(40_001, dtype=dtype))
+        SecretSource(secret)._transform(
+            torch, torch.Tensor.to, draws[-1], words[: of_pair * 20_001], 1, block, 0
+        )
+    first, second = (draw.double() for draw in draws)
     assert stats.kstest(first, "norm").pvalue > 1e-6
     assert abs(float((first * second).mean())) <= 6 / math.sqrt(len(first))
+
+
+def test_words_in_turn_are_those_of_one_keystream():
+    counts, secret = (3, 1000, 0, 17, 1000), Secret(1)
+    parts = [words.tobytes() for words in secret.words_in_turn(counts, "noise", 1)]
+    assert [len(part) // 4 for part in parts] == list(counts)
+    assert b"".join(parts) == bytes(secret.keystream(4 * sum(counts), "noise", 1)[: 4 * sum(counts)])
+    assert not list(secret.words_in_turn((), "noise", 1))
+
+
+def test_threads_draw_what_one_draws_and_no_part_is_another(monkeypatch):
+    monkeypatch.setattr("gredp.gradient.noise.AT_ONCE", 1000)
+    monkeypatch.setattr("gredp.gradient.noise.IN_CACHE", 300)
+    draws = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        source = SecretSource(Secret(2))
+        source.begin(1)
+        draws.append(source.normal((9, 1111), ONE).flatten())
+    assert torch.equal(*draws)
+    assert len({part.numpy().tobytes() for part in draws[0].split(1000)}) == 10
+    assert stats.kstest(draws[0], "norm").pvalue > 1e-6
 
 
 def test_uniform_numbers_lie_above_zero_and_have_53_bits():

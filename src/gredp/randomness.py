@@ -10,6 +10,7 @@ import hmac
 import itertools
 import os
 import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,13 +53,25 @@ class Secret:
         label = "/".join([purpose, *map(str, (self.incarnation, *numbers))])
         return hmac.digest(self._key, label.encode(), "sha256")
 
+    def _cipher(self, purpose: str, *numbers: int) -> Any:
+        # A key is used once, so the counter may begin at zero.
+        key = self._key_for(purpose, *numbers)
+        return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
     def keystream(self, size: int, purpose: str, *numbers: int) -> bytearray:
         """`size` bytes, and a few more at the end that are not random."""
-        key = self._key_for(purpose, *numbers)
         stream = bytearray(size + 15)
-        # A key is used once, so the counter may begin at zero.
-        Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update_into(bytes(size), stream)
+        self._cipher(purpose, *numbers).update_into(bytes(size), stream)
         return stream
+
+    def words_in_turn(self, counts: Sequence[int], purpose: str, *numbers: int) -> Iterator[Any]:
+        """`[count]` of int32 of one keystream for each count, numpy's, in the place of those before them."""
+        most = max(counts, default=0)
+        cipher, stream, zeros = self._cipher(purpose, *numbers), bytearray(4 * most + 15), bytes(4 * most)
+        words = np.frombuffer(stream, dtype=np.int32, count=most)
+        for count in counts:
+            cipher.update_into(memoryview(zeros)[: 4 * count], stream)
+            yield words[:count]
 
     def words(self, count: int, device: torch.device, purpose: str, *numbers: int) -> Tensor:
         """`[count]` of int32, made where they are used: nothing is copied to the device but a key."""

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from gredp.privacy.certificate import Block
 
@@ -23,6 +24,10 @@ def fft(x: Tensor, axes: int) -> Tensor:
 
 #: grids of at most this many coefficients are transformed by a matrix: an FFT does not pay there
 SMALL = 64
+#: numbers whose squares are added up in their own precision, the sums of which are then in double
+PIECE = 64
+#: of single precision, on average over a sum: of squares below 2⁻¹²⁶, which vanish, it has no share then
+LOWEST_SQUARE = 1e-26
 
 
 def half_fft(x: Tensor, axes: int) -> Tensor:
@@ -78,6 +83,14 @@ def _small_transform(grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def own_mirrors(n: int) -> tuple[int, ...]:
     """The k with k ≡ −k modulo n."""
     return (0, n // 2) if n > 1 and n % 2 == 0 else (0,)
+
+
+@lru_cache(maxsize=256)
+def _shares_of_noise(n: int) -> Tensor:
+    """`[n // 2 + 1, 2]`: see `BlockView.noise_parts`, with a = b = 1."""
+    parts = torch.full((n // 2 + 1, 2), math.sqrt(0.5), dtype=torch.float64)
+    parts[list(own_mirrors(n))] = 1.0
+    return parts
 
 
 @lru_cache(maxsize=256)
@@ -144,8 +157,8 @@ def grid_energy(values: Tensor, axes: int) -> Tensor:
                 square_modulus(spectrum).sum(lead) if lead else square_modulus(spectrum), grid
             )
         parts = torch.view_as_real(spectrum).square_().flatten(1, len(lead)).flatten(2)
-        # Products with ones: sums over leading axes are slow otherwise. At most 64 in single precision.
-        energy = torch.cat([torch.matmul(p.new_ones(1, p.shape[1]), p) for p in parts.split(64, 1)], 1)
+        # Products with ones: sums over leading axes are slow otherwise.
+        energy = torch.cat([torch.matmul(p.new_ones(1, p.shape[1]), p) for p in parts.split(PIECE, 1)], 1)
         energy = energy.sum(1, dtype=torch.float64)
         return whole_energy(
             energy.view(*spectrum.shape[:1], *spectrum.shape[1 + len(lead) :], 2).sum(-1), grid
@@ -246,10 +259,34 @@ class BlockView:
         counts.index_put_((whole_from_half(self.block.grid), self.groups), ones, accumulate=True)
         return counts.repeat_interleave(2, 0)
 
+    @cached_property
+    def _pieces(self) -> tuple[Tensor, Tensor]:
+        """`[half · 2, pieces]` and `[pieces, group_count]`: the same by way of at most PIECE parts each."""
+        pieces = [
+            (group, few)
+            for group, column in enumerate(self._parts_by_group.unbind(1))
+            for few in column.nonzero()[:, 0].split(PIECE)
+        ]
+        into = torch.zeros(len(self._parts_by_group), len(pieces))
+        for piece, (group, few) in enumerate(pieces):
+            into[few, piece] = self._parts_by_group[few, group].float()
+        groups = torch.tensor([group for group, _ in pieces])
+        return into, one_hot(groups, self.group_count).double()
+
     def group_energy(self, values: Tensor) -> Tensor:
-        """`[B, *grid]` real → `[B, group_count]`: `gather` of their energies, as one product in double."""
-        parts = torch.view_as_real(half_fft(values, self.axes)).double().square_()
-        return parts.flatten(1) @ self._parts_by_group.to(parts.device)
+        """`[B, *grid]` real → `[B, group_count]` in double precision: `gather` of their energies.
+
+        Right to PIECE roundings of their own precision, as `norms.squares` is and in the same way: records
+        whose squares leave it are taken in double precision.
+        """
+        parts = torch.view_as_real(half_fft(values, self.axes)).flatten(1)
+        into, of_groups = (m.to(parts.device) for m in self._pieces)
+        energy = (parts.square() @ into.to(parts)).double() @ of_groups
+        total, lowest = energy.sum(1), LOWEST_SQUARE * parts.shape[1]
+        extreme = ~((total > lowest) & total.isfinite())
+        if not parts.is_meta and extreme.any():
+            energy[extreme] = parts[extreme].double().square_() @ self._parts_by_group.to(parts.device)
+        return energy
 
     def spread(self, weights: Tensor) -> Tensor:
         """`[group_count]` weights → `[*half]`, the half of the grid that spectra are kept over."""
@@ -276,17 +313,20 @@ class BlockView:
         inverse sees noise τ through (τ_k + conj τ_−k)/2 alone, of half the variance. The coefficients that
         have both k and −k in the half are averaged by the inverse itself.
         """
-        parts = torch.full((self.length // 2 + 1, 2), math.sqrt(0.5), dtype=torch.float64)
-        parts[list(own_mirrors(self.length))] = 1.0
+        parts = _shares_of_noise(self.length)
         return (parts if self.axes else parts[0]) * torch.tensor([a, b], dtype=torch.float64)
 
     def spectrum(self, total: Tensor) -> Tensor:
-        """The summed block as a spectrum; a padded sum is one already."""
+        """The summed block, or some of its rows, as a spectrum; a padded sum is one already."""
         return total if self.padded else half_fft(total, self.axes)
+
+    def inverse(self, spectrum: Tensor) -> Tensor:
+        """The real part, of the block or of some of its rows, on the whole grid."""
+        return half_ifft(spectrum, self.axes, self.length)
 
     def real_part(self, spectrum: Tensor) -> Tensor:
         """Inverse transform, real part, crop: `[*lead, *half]` complex → `[*shape]` real."""
-        values = half_ifft(spectrum, self.axes, self.length)
+        values = self.inverse(spectrum)
         if self.padded:
             for axis, kept in enumerate(self.block.released):
                 index = torch.tensor(kept, device=values.device)

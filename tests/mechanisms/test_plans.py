@@ -39,6 +39,12 @@ WHOLE = (
     Block.whole("conv.bias", "conv", (2,), 1),
     Block.whole("linear.weight", "linear", (2, 5), 1),
 )
+# Grids that are transformed by an FFT, and a bias as long.
+LARGE = (
+    Block.whole("conv.weight", "conv", (1, 9, 8), 2),
+    Block.whole("conv.bias", "conv", (65,), 1),
+    Block.whole("linear.weight", "linear", (2, 70), 1),
+)
 # A kernel cropped out of a padded grid, beside a whole block. Only (0, 0) is its own mirror image.
 PADDED = (Block("conv.weight", "conv", (2, 3, 2), (6, 5), ((0, 1, 2), (0, 1))), WHOLE[2])
 # Crops that hold mirrored pairs as well: (5, 4) ↔ (1, 1).
@@ -102,7 +108,7 @@ def ball_map(step: PrivateStep, block: Block) -> np.ndarray:
     """A of one block: a real vector on its grid, in the domain where it is clipped → released coordinates."""
     view = step.block_views[block.name]
     factor = np.ones(math.prod(block.grid))
-    if step.plan.keep_ratio is not None:
+    if step.plan.keep_ratio is not None and view.groups is not None:
         factor = view.groups.double().numpy()  # 1 in the band, 0 outside
     if step.learned is not None:
         by_group = (
@@ -217,6 +223,8 @@ CASES = {
     "spectral-dp all": (SpectralDP(1.0), WHOLE, NORM, HALF),
     "spectral-dp layer-wise": (SpectralDP(0.5, "layer_wise"), WHOLE, NORM, 0.5),
     "spectral-dp per layer": (SpectralDP(0.5, "per_layer"), WHOLE, [0.5, 2.0], HALF),
+    "spectral-dp large": (SpectralDP(0.5), LARGE, NORM, HALF),
+    "spectral-dp large, nothing but the mean": (SpectralDP(1e-6), LARGE, NORM, HALF),
     "spectral-dp padded 0.2": (SpectralDP(0.2, grid="padded"), PADDED, NORM, HALF),
     "spectral-dp padded 0.7": (SpectralDP(0.7, grid="padded"), PADDED, NORM, HALF),
     "spectral-dp padded, mirrored": (SpectralDP(0.5, grid="padded"), MIRRORED, NORM, HALF),
@@ -294,10 +302,11 @@ def reaches(step: PrivateStep) -> np.ndarray:
     return out
 
 
+@pytest.mark.parametrize("blocks", [WHOLE, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("ratio", [1e-6, 0.3, 0.5])
-def test_spectral_dp_puts_no_noise_outside_its_band(ratio):
+def test_spectral_dp_puts_no_noise_outside_its_band(ratio, blocks):
     # It would not be less private, only noisier: the certificate alone cannot see it.
-    step = PrivateStep(SpectralDP(ratio).plan(WHOLE, NORM, SIGMA, BATCH), UnitSource(-1), BATCH)
+    step = PrivateStep(SpectralDP(ratio).plan(blocks, NORM, SIGMA, BATCH), UnitSource(-1), BATCH)
     band, noise = reaches(step), noise_map(step)
     assert np.linalg.matrix_rank(band) < len(band)  # something is dropped
     np.testing.assert_allclose(band @ noise, noise, atol=1e-12)  # `band` is a projector

@@ -545,13 +545,13 @@ def norms_without_their_allowance(patch: Patch) -> None:
 
 def the_start_left_out_of_the_key(patch: Patch) -> None:
     """Noise replayed after a resume, where nothing else tells two starts apart."""
-    honest = randomness.Secret.keystream
+    honest = randomness.Secret._key_for
 
     def replayed(self, *rest):
         self.incarnation = 0
         return honest(self, *rest)
 
-    patch.setattr(randomness.Secret, "keystream", replayed)
+    patch.setattr(randomness.Secret, "_key_for", replayed)
 
 
 def a_step_noised_again(patch: Patch) -> None:

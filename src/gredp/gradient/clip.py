@@ -70,19 +70,26 @@ def _norms(
     squared_weights: Mapping[str, Tensor],
 ) -> Tensor:
     """`[b]`: the records' weighted norms over the group's blocks, never below those of what is summed."""
-    terms = []
-    for name in (n for n in group.blocks if n in found):
-        energy, gradient, view = found[name], spectra.gradients[name], block_views[name]
-        weights = squared_weights[name].to(energy)
-        # What a record's terms add up to before they cancel, and what a dropped band adds to the sum.
-        least, bound = energy.new_zeros(len(energy)), gradient.norm_bound()
-        if bound is not None or plan.keep_ratio is not None:
-            least = energy.sum(1) if bound is None else bound * spectra.scale**2
-        least = least * LEAST_LEFT[gradient.like.dtype] ** 2
+    names = [name for name in group.blocks if name in found]
+    energy = torch.cat([found[name] for name in names], 1)
+    counts = torch.tensor([found[name].shape[1] for name in names])
+    weights = torch.cat([squared_weights[name] for name in names]).double()
+    largest = torch.stack([block.max() for block in weights.split(counts.tolist())])
+    allowances, shares, bounds = [], [], []
+    for name, most in zip(names, largest.tolist()):
+        gradient, view = spectra.gradients[name], block_views[name]
         transforms = 2 if view.padded else int(view.groups is not None)
-        rounding = energy.sum(1) * gradient.allowance(transforms, math.prod(view.block.grid)) ** 2
-        terms.append(torch.stack([energy @ weights, least * weights.max(), rounding * weights.max()]))
-    squared, least, rounding = torch.stack(terms).sum(0)
+        allowances.append(gradient.allowance(transforms, math.prod(view.block.grid)) ** 2)
+        # What a record's terms add up to before they cancel, and what a dropped band adds to the sum.
+        bound, share = gradient.norm_bound(), LEAST_LEFT[gradient.like.dtype] ** 2
+        shares.append(share if bound is None and plan.keep_ratio is not None else 0.0)
+        if bound is not None:
+            bounds.append(bound * (spectra.scale**2 * share * most))
+    # One product instead of some small ones for each block.
+    factors = torch.tensor([allowances, shares], dtype=torch.float64) * largest
+    factors = torch.cat([weights[None], factors.repeat_interleave(counts, 1)])
+    squared, rounding, least = (energy @ factors.t().to(energy)).unbind(1)
+    least = torch.stack([least, *bounds]).sum(0)
     return torch.maximum(squared, least).sqrt() + rounding.sqrt()
 
 
@@ -107,10 +114,10 @@ def clip(
         raise TypeError(f"only PerSampleSpectra can be clipped, not {type(spectra).__name__}")
     if all(math.isinf(group.clip_norm) for group in plan.groups):
         return _unbounded(spectra)
-    found = {
-        name: energies(gradient, block_views[name]).clamp(min=0) * spectra.scale**2
-        for name, gradient in spectra.gradients.items()
-    }
+    found = {name: energies(g, block_views[name]) for name, g in spectra.gradients.items()}
+    if found:
+        every = torch.cat(list(found.values()), 1).clamp_(min=0).mul_(spectra.scale**2)
+        found = dict(zip(found, every.split([energy.shape[1] for energy in found.values()], 1)))
     reached = [group for group in plan.groups if not found.keys().isdisjoint(group.blocks)]
     norms = [_norms(group, found, spectra, plan, block_views, squared_weights) for group in reached]
     # False for infinity and NaN too; a dropped band cannot hide one, since 0·∞ is NaN.

@@ -17,14 +17,19 @@ from torch import Tensor
 from gredp.errors import GredpError
 from gredp.gradient.summation import BoundedSum, empty_sum
 from gredp.randomness import Secret, unit_interval
-from gredp.spectrum import BlockView
+from gredp.spectrum import SMALL, BlockView
 
-#: normal numbers drawn at a time by a thread: with fewer, threads wait for each other
-AT_ONCE = 1 << 19
+#: normal numbers drawn at a time
+AT_ONCE = 1 << 20
+#: parts that threads share, at least: with fewer they wait for each other, and for those of torch, which stay
+#: busy for some milliseconds after their work
+SHARED_PARTS = 4
 #: the same on devices other than the CPU, where few large operations are quickest: 64 MiB of key stream
 AT_ONCE_ELSEWHERE = 1 << 24
 #: numbers of blocks that share a draw, at most
 SHARED = 1 << 17
+#: numbers that are worked on at a time on the CPU
+IN_CACHE = 1 << 17
 
 
 class NoiseSource(Protocol):
@@ -59,23 +64,33 @@ class SecretSource:
         values = torch.empty(math.prod(shape), dtype=dtype, device=like.device)
         at_once = AT_ONCE if values.is_cpu else AT_ONCE_ELSEWHERE
         parts = [(values[start : start + at_once], start) for start in range(0, len(values), at_once)]
-        workers = min(len(parts), torch.get_num_threads()) if values.is_cpu else 1
-        if workers > 1:
-            with ThreadPoolExecutor(workers) as pool:
+        threads = torch.get_num_threads() if values.is_cpu and len(parts) >= SHARED_PARTS else 1
+        if threads > 1:
+            with ThreadPoolExecutor(min(threads, len(parts))) as pool:
                 list(pool.map(lambda part: self._fill(*part), parts))
         else:
             for part in parts:
                 self._fill(*part)
         return values.view(shape).to(like.dtype)
 
-    def _fill(self, values: Any, start: int) -> None:
-        half, place = (len(values) + 1) // 2, (self._step, self._block, start)
-        double = values.dtype == torch.float64
-        words: Any = self.secret.words((4 if double else 2) * half, values.device, "noise", *place)
-        xp: Any = np if values.is_cpu else torch
-        if xp is np:  # half of torch's time, and threads run beside each other
-            values, words = values.numpy(), words.numpy()
-        cast: Any = np.ndarray.astype if xp is np else Tensor.to
+    def _fill(self, values: Tensor, start: int) -> None:
+        place = (self._step, self._block)
+        of_pair = 4 if values.dtype == torch.float64 else 2
+        pieces = values.split(IN_CACHE) if values.is_cpu else (values,)
+        counts = [of_pair * ((len(piece) + 1) // 2) for piece in pieces]
+        if values.is_cpu:  # numpy takes half of torch's time
+            drawn = self.secret.words_in_turn(counts, "noise", *place, start)
+            for piece, words in zip(pieces, drawn):
+                self._transform(np, np.ndarray.astype, piece.numpy(), words, *place, start)
+                start += len(piece)
+        else:
+            words = self.secret.words(counts[0], values.device, "noise", *place, start)
+            self._transform(torch, Tensor.to, values, words, *place, start)
+
+    def _transform(self, xp: Any, cast: Any, values: Any, words: Any, *place: int) -> None:
+        """By Box and Muller, with numpy or torch."""
+        half = (len(values) + 1) // 2
+        double = len(words) == 4 * half
         if double:
             words = words.view(xp.int64)
             radius = unit_interval(words[:half], cast, values.dtype)
@@ -121,7 +136,8 @@ class NoisySum:
     """The released value of one step, in the domain where it was noised. Safe to publish."""
 
     bounded: BoundedSum
-    values: dict[str, Tensor]  # real where nothing is left to undo, else complex spectra over the half grid
+    #: real where nothing is left to undo, else complex spectra over the half grid, or its first columns
+    values: dict[str, Tensor]
     shares: Tensor | None
 
 
@@ -139,7 +155,7 @@ def add_noise(
     bounded.spent = True
     plan = bounded.plan
     values: dict[str, Tensor] = {}
-    for block, draw in _drawn(list(_noised_blocks(bounded, parameters)), source):
+    for block, draw in _drawn(list(_noised_blocks(bounded, parameters, squared_weights)), source):
         view, total, std = block.view, block.total, block.noise_std
         if block.white:
             values[block.name] = total
@@ -147,19 +163,16 @@ def add_noise(
                 std *= plan.white_part or 0.0
                 if plan.quantile is not None:  # white in the weighted domain
                     std /= math.sqrt(float(squared_weights[block.name]))
-                values[block.name] = draw.mul_(std).add_(total)
+                values[block.name] = total.add_(draw, alpha=std)
             continue
         assert draw is not None
         real = total.real if total.is_complex() else total
-        weights = view.spread(squared_weights[block.name].to(real).sqrt())
+        weights = view.spread(squared_weights[block.name].to(real).sqrt())[..., None]
         # Real white noise has the spectrum of a = b = 1, and nothing of it goes to imaginary parts.
         parts = (view.noise_parts(*(plan.noise_parts or (1.0, 1.0))) * std).to(real)
-        if plan.keeps_sums and not view.padded:
-            # There and back the sum is what it was: F⁻¹((w ⊙ F v + τ)/w) = v + F⁻¹(τ/w).
-            noise = torch.view_as_complex(draw.mul_(parts / weights[..., None]))
-            values[block.name] = view.real_part(noise).add_(total)
+        if not view.padded and (plan.keeps_sums or plan.keep_ratio is not None):
+            values[block.name] = _transformed(block, draw, parts, weights, plan.keeps_sums)
             continue
-        weights = weights[..., None]
         # A band has weights 1, and 0 outside of it, where what is dropped stays zero.
         draw.mul_(parts if plan.keep_ratio is None else parts * weights)
         draw.addcmul_(torch.view_as_real(view.spectrum(total)), weights)
@@ -173,6 +186,30 @@ def add_noise(
     return NoisySum(bounded, values, shares)
 
 
+def _transformed(block: "_Noised", draw: Tensor, parts: Tensor, weights: Tensor, keeps: bool) -> Tensor:
+    """F⁻¹ of the noisy spectrum, in the place of the sum, a few rows at a time, which stay in cache.
+
+    There and back a sum that `keeps` its weights is what it was: F⁻¹((w ⊙ F v + τ)/w) = v + F⁻¹(τ/w). A band
+    has weights 1, and 0 outside of it.
+    """
+    view, released = block.view, block.total.contiguous()
+    rows = math.prod(view.half_shape[: len(view.half_shape) - view.axes])
+    sums = released.view(rows, *view.block.grid)
+    draws = draw.view(rows, *draw.shape[draw.dim() - view.axes - 1 :])
+    if block.columns is not None:
+        parts, weights = parts[: block.columns], weights[..., : block.columns, :]
+    parts = parts / weights if keeps else parts * weights
+    few = max(1, IN_CACHE * rows // max(1, draws.numel()) if draws.is_cpu else rows)
+    for total, noise in zip(sums.split(few), draws.split(few)):
+        noise.mul_(parts)
+        if not keeps:
+            spectrum = torch.view_as_real(view.spectrum(total))
+            noise.addcmul_(spectrum if block.columns is None else spectrum[..., : block.columns, :], weights)
+        values = view.inverse(torch.view_as_complex(noise))
+        total.add_(values) if keeps else total.copy_(values)
+    return released
+
+
 class _Noised(NamedTuple):
     """A block of the sum, and the law of its noise."""
 
@@ -181,22 +218,32 @@ class _Noised(NamedTuple):
     total: Tensor
     noise_std: float
     white: bool
+    #: of the half grid's last axis, up to the last one that is not dropped; None for all
+    columns: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of its draw; of none where nothing is added."""
+        if self.columns is not None:
+            return (*self.view.half_shape[:-1], self.columns, 2)
         if not self.white:
             return (*self.view.half_shape, 2)
         return self.view.block.shape if self.noise_std else (0,)
 
 
-def _noised_blocks(bounded: BoundedSum, parameters: Mapping[str, Tensor]) -> Iterator[_Noised]:
+def _noised_blocks(
+    bounded: BoundedSum, parameters: Mapping[str, Tensor], squared_weights: Mapping[str, Tensor]
+) -> Iterator[_Noised]:
     for group in bounded.plan.groups:
         for name in group.blocks:
             view, total = bounded.block_views[name], bounded.totals.get(name)
             total = empty_sum(view, parameters[name]) if total is None else total
             white = bounded.plan.white_part is not None and not view.padded
-            yield _Noised(name, view, total, group.noise_std, white)
+            dropped = bounded.plan.keep_ratio is not None and view.groups is not None and not view.padded
+            columns = None
+            if dropped and math.prod(view.block.grid) > SMALL:  # where the inverse fills up with zeros
+                columns = int(view.spread(squared_weights[name]).nonzero()[:, -1].max()) + 1
+            yield _Noised(name, view, total, group.noise_std, white, columns)
 
 
 def _drawn(blocks: list[_Noised], source: NoiseSource) -> Iterator[tuple[_Noised, Tensor | None]]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gredp.spectrum import LOWEST_SQUARE, PIECE
+
 #: elements that are worked on at once where gradients are materialized: what a core's cache holds
 CHUNK = 1 << 20
 #: elements of one layer's materialized gradients that may be kept between the norms and the sum
@@ -14,8 +16,6 @@ KEPT = 1 << 25
 #: precision for vectors up to LONG, whose products would be rounded the same way too often beyond
 GRAM_ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14}
 LONG = 1024
-#: numbers whose squares are added up in their own precision, the sums of which are then in double
-PIECE = 64
 #: numbers that are taken in double precision at once: a copy of them stays in cache
 FEW = 1 << 15
 
@@ -36,7 +36,7 @@ def squares(m: Tensor) -> Tensor:
     if whole < flat.shape[1]:
         total += torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square_()
     least, most = total.aminmax()
-    lowest = 1e-26 * flat.shape[1]  # a square that vanishes is below 2⁻¹²⁶
+    lowest = LOWEST_SQUARE * flat.shape[1]
     if not (least > lowest and most < math.inf):
         extreme = ~((total > lowest) & total.isfinite())
         total[extreme] = _double_squares(flat[extreme])

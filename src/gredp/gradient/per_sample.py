@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -73,12 +74,12 @@ class PerSampleGradient(ABC):
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Number of records."""
         return next(iter(self.tensors().values())).shape[0]
 
-    @property
+    @cached_property
     def like(self) -> Tensor:
         """A tensor of its precision and device."""
         return next(t for t in self.tensors().values() if t.is_floating_point())

@@ -71,7 +71,7 @@ def register_rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
 @register_rule(nn.Linear)
 def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Gradients:
     g, x = _positions(g), _positions(x)
-    return {"weight": Outer(g, x), "bias": Dense(g.sum(1))}
+    return {"weight": Outer(g, x), "bias": Dense(g.sum(1) if g.shape[1] != 1 else g[:, 0])}
 
 
 @register_rule(BlockCirculantLinear)

@@ -50,9 +50,8 @@ class PrivateStep:
         """w² of each block over its groups, fixed for the step that is being accumulated."""
         if self.learned is not None:
             return self.learned.squared_weights
-        if self.plan.keep_ratio is not None:
-            return {name: torch.tensor([0.0, 1.0]) for name in self.block_views}
-        return {name: torch.ones(1) for name in self.block_views}
+        whole, band = torch.ones(1), torch.tensor([0.0, 1.0])
+        return {name: whole if view.groups is None else band for name, view in self.block_views.items()}
 
     def begin_sum(self, plan: StepPlan) -> None:
         """Begin a sum, under the plan of the step that it is for. What was summed before is forgotten.
@@ -123,10 +122,10 @@ class PrivateStep:
 
 def _view(block: Block, plan: StepPlan) -> BlockView:
     padded = block != Block.whole(block.name, block.layer, block.shape, len(block.grid))
+    if len(block.shape) <= 1:  # a bias has no frequencies to speak of: neighboring units are no neighbors
+        return BlockView(block, padded)
     if plan.keep_ratio is not None:
-        # A bias has no frequencies to speak of: neighboring units are no neighbors.
-        ratio = plan.keep_ratio if len(block.shape) > 1 else 1.0
-        return BlockView(block, padded, low_band(block.grid, ratio).long())
-    if plan.shaping is not None and plan.shaping.groups != "layer" and len(block.shape) > 1:
+        return BlockView(block, padded, low_band(block.grid, plan.keep_ratio).long())
+    if plan.shaping is not None and plan.shaping.groups != "layer":
         return BlockView(block, padded, frequency_groups(block.grid, plan.shaping.bands))
     return BlockView(block, padded)  # one group: white within the block
