@@ -21,12 +21,14 @@ RECIPES: dict[str, tuple[float, ...]] = {
     "cifar10": (1.0, 1.5, 2.0),
     "cifar100": (2.0,),
     "cifar10-transfer": (2.0,),
+    "cifar100-transfer": (2.0,),
 }
 HELD_OUT = 10_000
 #: LeNet-5's settings when it sees pixels, those that did best in the first trials of it
 PIXELS = {"features": "none", "normalize": "0", "clipping": "automatic", "lr": "0.08", "batch-size": "500",
           "epochs": "15", "clip-norm": "1", "ema": "0"}  # fmt: skip
-#: what the recipe for CIFAR-10 was before patches
+#: what the recipes were before patches, for gray images and for CIFAR-10
+ORDERS = {"features": "scattering", "normalize": "0.02", "model": "orders-linear"}
 SCATTERING = {"features": "scattering", "normalize": "0.02", "model": "mirror-linear", "batch-size": "4096",
               "clip-norm": "0.1", "momentum": "0.9", "epochs": "15", "lr": "3.5"}  # fmt: skip
 #: all records that are left
@@ -36,10 +38,9 @@ SHAPED = {"method": "gredp", "noise": "shaped", "block": "0"}
 ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
     "mnist": {
         "as it is": {},
-        "without private normalization": {"normalize": "0"},
-        "orders not told apart": {"model": "linear"},
+        "scattering alone, private normalization": ORDERS | {"lr": "2000"},
         "without average of the weights": {"ema": "0"},
-        "gradients below 0.1 not lengthened": {"clip-norm": "0.1", "lr": "2"},
+        "LeNet-5 from pixels, products in bfloat16": PIXELS | {"model": "lenet5", "precision": "bf16"},
         "LeNet-5 from pixels instead": PIXELS | {"model": "lenet5"},
         "LeNet-5 from pixels, 4 views of each record": PIXELS | {"model": "lenet5", "augment": "4"},
         "LeNet-5 from pixels, shaped noise": PIXELS | SHAPED | {"model": "lenet5"},
@@ -47,9 +48,14 @@ ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
         "LeNet-5 from pixels, tanh, shaped noise": PIXELS | SHAPED | {"model": "lenet5-tanh"},
         "small CNN with tanh from pixels instead": PIXELS | {"model": "cnn-tanh"},
     },
+    "fashion-mnist": {
+        "as it is": {},
+        "private normalization of patches": {"normalize": "0.02"},
+        "scattering alone, private normalization": ORDERS | {"lr": "4000"},
+    },
     "cifar10": {
         "as it is": ALL,
-        "gradients clipped at norm 120": ALL | {"clip-norm": "120", "lr": "0.0155"},
+        "clipped at norm 60, momentum 0.8": ALL | {"clip-norm": "60", "lr": "0.031", "momentum": "0.8"},
         "average of the weights": ALL | {"ema": "0.5"},
         "scattering alone, private normalization": SCATTERING,
     },

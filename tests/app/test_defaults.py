@@ -29,10 +29,15 @@ def chosen(path, *options):
 
 def test_images_get_features_and_a_classifier_by_size_color_and_number(tmp_path):
     settings = chosen(tree(tmp_path / "pets", (64, 48), "RGB"))
-    assert (settings.features, settings.model, settings.method) == ("scattering", "linear", "dpsgd")
-    assert (settings.image_size, settings.holdout, settings.normalize) == (32, 0.2, 0.02)
+    assert (settings.features, settings.model, settings.method) == ("patches", "linear", "dpsgd")
+    assert (settings.image_size, settings.holdout, settings.normalize) == (32, 0.2, 0.0)
     assert (settings.batch_size, settings.epochs, settings.clipping) == (16, 30, "automatic")
-    assert settings.lr == pytest.approx(9 / (81 * 3 * 8 * 8) ** 0.5, abs=1e-4)
+    assert settings.lr == pytest.approx(9 / (1024 * 10 + 81 * 3 * 4 * 4) ** 0.5, abs=1e-4)
+
+
+def test_networks_for_scattering_get_it(tmp_path):
+    settings = chosen(tree(tmp_path / "pets"), "--model", "orders-linear")
+    assert (settings.features, settings.normalize) == ("scattering", 0.02)
 
 
 def test_a_test_split_is_used_and_small_images_are_scaled_up(tmp_path):
@@ -45,7 +50,7 @@ def test_arrays_are_known_by_their_header(tmp_path):
     x, y = np.zeros((10_000, 28, 28), np.uint8), np.zeros(10_000, int)
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
     settings = chosen(tmp_path / "mine.npz")
-    assert (settings.features, settings.batch_size, settings.image_size) == ("scattering", 8192, None)
+    assert (settings.features, settings.batch_size, settings.image_size) == ("patches", 8192, None)
     (tmp_path / "arrays").mkdir()
     for name in ("x_train", "y_train", "x_test", "y_test"):
         np.save(tmp_path / "arrays" / f"{name}.npy", np.zeros((50, 64, 64, 3), np.uint8))

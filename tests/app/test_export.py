@@ -47,7 +47,7 @@ MODELS = {
     ),
     "patches": Blueprint(
         "linear",
-        (2 * FILTERS * (3 * 3 + 1) + 81 * 4 * 4, 1, 1),
+        (2 * FILTERS * 3 * 3 + 81 * 3 * 3, 1, 1),
         ABC,
         image=(1, 12, 13),
         features=Patches().identity(),

@@ -39,9 +39,11 @@ def test_the_recommended_noise_keeps_the_target(plan):
     charged = [Entry(plan.multiplier, 0.2, 50)]
     assert 1.999 < epsilon(charged, 1e-5) <= 2.0
     images = recommend(PlanSettings(1500, input="1x28x28"))
-    query = Entry(query_multiplier(2.0, 1e-5, 0.02), 1.0, 1)
     assert images.sampling == Sampling(1.0, 30)
-    assert 1.999 < epsilon([query, Entry(images.multiplier, 1.0, 30)], 1e-5) <= 2.0
+    assert 1.999 < epsilon([Entry(images.multiplier, 1.0, 30)], 1e-5) <= 2.0
+    normalized = recommend(PlanSettings(1500, input="1x28x28", model="orders-linear"))
+    query = Entry(query_multiplier(2.0, 1e-5, 0.02), 1.0, 1)
+    assert 1.999 < epsilon([query, Entry(normalized.multiplier, 1.0, 30)], 1e-5) <= 2.0
 
 
 def test_relative_noise_is_what_the_average_of_all_updates_has(plan):

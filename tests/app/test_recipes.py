@@ -48,7 +48,14 @@ def test_recipes_of_the_package_hold_settings_that_can_be_run(name, epsilon):
 
 
 def test_the_five_recipes_are_there():
-    assert names() == ["cifar10", "cifar10-transfer", "cifar100", "fashion-mnist", "mnist"]
+    assert names() == [
+        "cifar10",
+        "cifar10-transfer",
+        "cifar100",
+        "cifar100-transfer",
+        "fashion-mnist",
+        "mnist",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def own_defaults(settings: TrainSettings, named: Collection[str]) -> dict[str, A
     | data | what is chosen |
     |---|---|
     | a table | a small network on the columns; batches of a fifth of the rows, 10 epochs, automatic clipping; flat for a number to predict, and for declared shares with a larger learning rate |
-    | images | scaled to at most 32×32; scattering features, channels normalized with 2 % of the budget; a linear classifier; 30 steps on all records, or 30 epochs of batches of 8,192; automatic clipping |
+    | images | scaled to at most 32×32; patches, which need no statistics of records; with `--pretrained` its features, and with other networks for features scattering, normalized with 2 % of the budget; a linear classifier; 30 steps on all records, or 30 epochs of batches of 8,192; automatic clipping |
     | no test split | a fifth of the records is held out |
     """  # noqa: E501
     path = Path(settings.dataset)
@@ -114,7 +114,8 @@ def _images(path: Path, settings: TrainSettings, named: Collection[str]) -> dict
     )
     if other or ("features" in named and settings.features == "none"):
         return chosen
-    own = for_images(records, (channels, size, size), settings.epsilon, settings.pretrained is not None)
+    pretrained = settings.pretrained is not None
+    own = for_images(records, (channels, size, size), settings.epsilon, settings.model, pretrained)
     if settings.claim != "proven":
         own["normalize"] = 0.0
     if settings.target_range is not None:
@@ -128,15 +129,25 @@ def scaled_size(sides: Collection[int]) -> int:
 
 
 def for_images(
-    records: int, shape: tuple[int, int, int], epsilon: float, pretrained: bool = False
+    records: int,
+    shape: tuple[int, int, int],
+    epsilon: float,
+    model: str | None = None,
+    pretrained: bool = False,
 ) -> dict[str, Any]:
     """With so many records to train on, of channels, height and width as they are scaled."""
     channels, height, width = shape
-    features = 1280 * 2 * 2 if pretrained else 81 * channels * (height // 4) * (width // 4)
+    own: dict[str, Any] = {"normalize": 0.02}
+    if pretrained:
+        features = 1280 * 2 * 2
+    elif model not in (None, "linear"):
+        own, features = own | {"features": "scattering"}, 81 * channels * (height // 4) * (width // 4)
+    else:
+        wavelets = 81 * (height // 4) * (width // 4) if channels == 1 else 1024 + 81 * channels * 4 * 4
+        own, features = {"features": "patches"}, 1024 * 3 * 3 + wavelets
     signal = max(1.0, epsilon * records / SIGNAL) if epsilon > 0 else 1.0
     reach = min(LARGEST_REACH, REACH * math.sqrt(signal))
-    return ({} if pretrained else {"features": "scattering"}) | {
-        "normalize": 0.02,
+    return own | {
         "model": "linear",
         "method": "dpsgd",
         "batch_size": max(1, min(FULL_BATCH, records)),

@@ -185,7 +185,7 @@ def recommend(asked: PlanSettings) -> Plan:
         chosen = {"model": "mlp", "block": 0} | for_table(asked.records)
     elif asked.model in (None, *FOR_FEATURES, *FOR_SOME_FEATURES):
         shape = (shape[0], *[scaled_size(shape[1:])] * 2)
-        chosen = for_images(asked.records, (shape[0], shape[1], shape[2]), asked.epsilon)
+        chosen = for_images(asked.records, (shape[0], shape[1], shape[2]), asked.epsilon, asked.model)
     named = {name: getattr(asked, name) for name in ("model", "batch_size", "epochs")}
     chosen |= {name: value for name, value in named.items() if value is not None}
     shared = {name: getattr(asked, name) for name in ("epsilon", "delta", "accountant", "allow_large_delta")}

@@ -188,8 +188,8 @@ class TrainSettings(RunOptions, OptimizerOptions, NoiseOptions, PrivacyOptions, 
     For your own data, --data FOLDER or --data MINE.csv, settings that fit are chosen from public facts."""
 
     recipe: str | None = None
-    """settings from a file: mnist, fashion-mnist, cifar10, cifar100, cifar10-transfer, or the path of your
-    own .toml; command-line options override it"""
+    """settings from a file: mnist, fashion-mnist, cifar10, cifar100, cifar10-transfer, cifar100-transfer, or
+    the path of your own .toml; command-line options override it"""
     epsilon: float = 2.0
 
     @property

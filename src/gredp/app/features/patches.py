@@ -4,8 +4,7 @@ A patch is whitened, and its cosine with each of `FILTERS` directions is taken. 
 and below −`THRESHOLD`, is averaged over overlapping cells of a grid (Coates, Ng and Lee, "An analysis of
 single-layer networks in unsupervised feature learning", 2011; Thiry et al., "The unreasonable effectiveness
 of patches in deep convolutional kernels methods", 2021). Directions are random, with the covariance of
-whitened patches of `dead_leaves`. Of an image three parts are kept: these averages on a 3×3 grid, over the
-whole image, and its scattering on a 4×4 grid.
+whitened patches of `dead_leaves`. Beside these averages, on a 3×3 grid, the image's scattering is kept.
 
 Each part is whitened once more. Its channels enter by their signed roots, since their tails are long, and are
 multiplied by (Σ + RIDGE)^(-1/2), Σ their correlations over all cells of `random_images`. Private training
@@ -13,8 +12,9 @@ learns few directions before its noise takes over, those that vary most: whiteni
 alike. The square root is the symmetric one, which no choice of eigenvectors can turn. Then each part is
 brought to the same length.
 
-Color images are photographs: the features are averaged over an image and its mirror image. Gray ones, which
-may be writing, are taken as they are.
+Color images are photographs, where things may be anywhere: features are averaged over an image and its mirror
+image, patches over the whole image are a third part, and scattering is averaged on a 4×4 grid. Gray ones,
+which may be writing, are taken as they are.
 """
 
 from functools import cache
@@ -62,7 +62,8 @@ class Patches:
         size = {"side": SIDE, "filters": FILTERS, "directions": DIRECTIONS, "grids": [GRID, SCATTERING_GRID]}
         ridges = {"ridges": [PATCH_RIDGE, RIDGE], "threshold": THRESHOLD}
         images = {"leaves": [LEAVES, LEAVES_SIDE], "drawn": DRAWN, "seed": SEED}
-        return {"name": "patches", **size, **ridges, **images, "scattering": Scattering().identity()}
+        scattering = {"gray": "scattering as it is", "scattering": Scattering().identity()}
+        return {"name": "patches", **size, **ridges, **images, **scattering}
 
     def load_into(self, model: nn.Module) -> None:
         """Nothing: the network on the features has all its weights from its own initialization."""
@@ -124,9 +125,10 @@ class Likeness(nn.Module):
 def parts(patches: nn.Module, scattering: Any, x: Tensor) -> list[Tensor]:
     """Images → the signed roots of each part, `[b, C, cells]`."""
     fine, coarse = patches(x), scattering(x)
-    if x.shape[1] > 1:
-        fine = (fine + patches(x.flip(-1)).flip(-1)) / 2
-        coarse = (coarse + coarse.flip(-1)[:, mirrored(coarse.shape[1])]) / 2
+    if x.shape[1] == 1:
+        return [root(part).flatten(2) for part in (fine, coarse)]
+    fine = (fine + patches(x.flip(-1)).flip(-1)) / 2
+    coarse = (coarse + coarse.flip(-1)[:, mirrored(coarse.shape[1])]) / 2
     rows, columns = (cells(size, SCATTERING_GRID).to(x) for size in coarse.shape[2:])
     fine, coarse = root(fine).flatten(2), root(rows @ coarse @ columns.mT).flatten(2)
     return [fine, fine.mean(2, keepdim=True), coarse]

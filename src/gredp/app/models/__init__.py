@@ -21,7 +21,6 @@ MODELS: dict[str, tuple[Callable[[Any, int], nn.Module], int]] = {
     "model3": (sequential.model3, 8),
     "resnet20": (resnet20, 8),
     "alexnet": (sequential.alexnet, 32),
-    "alexnet-half": (sequential.alexnet_half, 32),
     "cnn-tanh": (sequential.cnn_tanh, 8),
     "wrn16-4": (wrn16_4, 1),
     "resnet18-1conv": (resnet18_1conv, 1),

@@ -81,11 +81,6 @@ def alexnet(input_shape: Shape, classes: int) -> nn.Module:
     return convolutional(input_shape, (64, 192, 384, 256, 256), (120, 84, classes))
 
 
-def alexnet_half(input_shape: Shape, classes: int) -> nn.Module:
-    """The same at half the widths: a quarter of the work, for machines without a GPU."""
-    return convolutional(input_shape, (32, 96, 192, 128, 128), (120, 84, classes))
-
-
 def cnn_tanh(input_shape: Shape, classes: int) -> nn.Module:
     """The end-to-end networks of Papernot et al. 2021, as Tramèr and Boneh 2021 tabulate them.
 
