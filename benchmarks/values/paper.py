@@ -2,14 +2,15 @@
 
 import json
 import math
+import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from gredp.paper.cells import EPOCHS, PAPER, ROWS, TUNING, Cell, Target, cells, title
+from gredp.paper.cells import EPOCHS, EPSILONS, PAPER, TUNING, Cell, Target, cells, title
 from gredp.paper.figures import draw_dynamics, draw_epsilon
-from gredp.paper.paper import ABLATIONS, CLIPPING, HEADLINE
+from gredp.paper.paper import ABLATIONS, HEADLINE
 from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
@@ -22,43 +23,50 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 TARGETS: tuple[Target, ...] = (
     "table1", "figure-epsilon", "table2", "table3", "ablation-batch", "ablation-lr",
 )  # fmt: skip
+CLAIMED = ("lenet5", "gredp-claimed")
+#: the paper's order of the rows, best first
+ORDER = ("plain", "gredp-claimed", "spectral-dp", "dpsgd")
 
 
 def values() -> dict[str, Any]:
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(OUT.glob("*-seed*.json"))]
-    table1 = best("table1")
+    table1, table2 = recorded("table1"), recorded("table2")
+    untuned = [line for line in (*table1, *table2) if not _tuned(line.cell)]
+    lenet5 = {x.cell.row: _compared(x) for x in untuned if x.cell.model == "lenet5"}
     return {
         "paper": PAPER,
-        "transfer_lr": 0.001,
+        "epochs": EPOCHS,
         "alpha": max((record["audit"]["alpha"] for record in records if "audit" in record), default=0.01),
-        "summary": _summary(table1),
-        "early": [line for line in table1 if line.cell.row == "plain" and line.cell.epochs < EPOCHS["full"]],
-        "layers": _layers(),
+        "lenet5": lenet5,
+        "worst": max(abs(lenet5[row]["off"]) for row in ORDER),
+        "networks": [x for x in HEADLINE if not any(line.cell.model == x for line in untuned)],
+        "transfer": any(line.cell.transferred for line in untuned),
+        "order": _order([*untuned, *recorded("figure-epsilon")]),
+        "layers": {
+            x.cell.model: clipped_layers(x.records[0]["guarantee"])
+            for x in (*untuned, *recorded("figure-epsilon"))
+            if x.cell.row == "gredp-claimed"
+        },
         "one_step": _one_step(),
         "table1": _tables(table1),
-        "epsilon": _tables(best("figure-epsilon")),
+        "epsilon": _tables(recorded("figure-epsilon")),
+        "ends": {(x.cell.row, x.cell.epsilon): x.mean for x in recorded("figure-epsilon", "lenet5")},
         "beginning": _beginning(),
-        "table2": _tables(best("table2")),
-        "table3": _tables(best("table3")),
-        "ablation_batch": _over(one_scale("ablation-batch"), "batch_size"),
-        "ablation_lr": _over(one_scale("ablation-lr"), "lr"),
-        "held_out": TUNING["lenet5"].held_out,
-        "tuning": [
-            _over(lines(cells("tuning", "full", only=(network,)), OUT), "batch_size", "lr")
-            for network, tuning in TUNING.items()
-            if tuning.best and tuning.tried
-        ],
-        "theorems": _theorems(),
-        "ends": _ends(),
-        "rates": _rates(),
+        "table2": _tables(table2),
+        "chosen": [(x, _claimed(x.cell)) for x in table2 if _tuned(x.cell) and x.cell.row == "dpsgd"],
+        "table3": _tables(recorded("table3")),
         "norms": _norms(),
-        "chosen": _chosen(),
+        "rates": _rates(),
+        "ablation_batch": _over(recorded("ablation-batch"), "batch_size"),
+        "ablation_lr": _over(recorded("ablation-lr"), "lr"),
+        "held_out": TUNING["lenet5"].held_out,
+        "tuning": _over(recorded("tuning"), "batch_size", "lr"),
+        "theorems": _theorems(),
         "less_noise": math.sqrt(2 * PAPER["batch_size"]),
         "readings": _readings(),
-        "headlines": _headlines(),
-        "full_epochs": EPOCHS["full"],
+        "literal": _literal(),
         "noise": _noise(),
-        "missing": [missing for target in TARGETS if (missing := _missing(target))],
+        "missing": {target: _missing(target) for target in TARGETS},
         "runs": len(records),
         "hours": sum(record.get("seconds", 0.0) for record in records) / 3600,
     }
@@ -66,147 +74,126 @@ def values() -> dict[str, Any]:
 
 def figures() -> dict[str, Figure]:
     return {
-        "paper-epsilon.svg": Figure(partial(draw_epsilon, best("figure-epsilon"))),
-        "paper-dynamics.svg": Figure(partial(draw_dynamics, best("figure-dynamics"))),
+        "paper-epsilon.svg": Figure(partial(draw_epsilon, recorded("figure-epsilon"))),
+        "paper-dynamics.svg": Figure(partial(draw_dynamics, recorded("figure-dynamics"))),
     }
 
 
-def best(target: Target, only: tuple[str, ...] = ()) -> list[Line]:
-    """The largest scale that has a record, for each kind of line."""
-    found: dict[tuple[object, ...], Line] = {}
-    for scale in ("quick", "full"):
-        for line in lines(cells(target, scale, only=only), OUT):
-            found[kind(line.cell)] = line
-    order = [kind(cell) for cell in cells(target, "full", only=only)]
-    return sorted(found.values(), key=lambda line: order.index(kind(line.cell)))
+def recorded(target: Target, *only: str) -> list[Line]:
+    return lines(cells(target, "full", only=only), OUT)
 
 
-def one_scale(target: Target) -> list[Line]:
-    """Lines that may be compared: all of them in full, or else all with fewer epochs."""
-    every = cells(target, "full")
-    full = lines(every, OUT)
-    return full if len(full) == len(every) else lines(cells(target, "quick"), OUT)
+def _tuned(cell: Cell) -> bool:
+    """Whether its settings are ours, not the paper's."""
+    return "clipping" in cell.settings
 
 
-def kind(cell: Cell) -> tuple[object, ...]:
-    settings = {key: value for key, value in cell.settings.items() if PAPER.get(key) != value}
-    return cell.dataset, cell.model.removesuffix("-half"), cell.row, cell.epsilon, *sorted(settings.items())
+def _claimed(cell: Cell) -> float | None:
+    """What the paper prints for its own method there."""
+    return paper_figure(Cell(cell.dataset, cell.model, "gredp-claimed", cell.epsilon, cell.epochs))
+
+
+def _compared(line: Line) -> dict[str, Any]:
+    return {
+        "ours": line.mean,
+        "seeds": len(line.records),
+        "paper": _paper(line),
+        "off": line.mean - _paper(line),
+        "asked": line.cell.epsilon,
+        "proven": round_up(line.proven, 2),
+    }
+
+
+def _order(found: list[Line]) -> list[tuple[str, ...]]:
+    """Each row of a network against the next in the paper's order, and what chance may do to it."""
+    alike: dict[tuple[str, str], dict[str, Line]] = {}
+    for line in found:
+        where = f"{line.cell.model} on {line.cell.dataset}", f"{line.cell.epsilon:g}"
+        alike.setdefault(where, {}).setdefault(line.cell.row, line)
+    return [
+        (*where, *_against(rows[better], rows[worse]))
+        for where, rows in alike.items()
+        for better, worse in pairwise(ORDER)
+        if better in rows and worse in rows
+    ]
+
+
+def _against(better: Line, worse: Line) -> tuple[str, ...]:
+    gap, printed = better.mean - worse.mean, _paper(better) - _paper(worse)
+    pair = f"{title(better.cell.row)} – {title(worse.cell.row)}"
+    shown = pair, "–" if math.isnan(printed) else f"{printed:+.2f}", f"{gap:+.2f}"
+    if min(len(better.records), len(worse.records)) == 1:
+        return *shown, "–", f"{'met' if gap > 0 else 'not met'}, one seed"
+    parts = [statistics.variance(line.accuracies) / len(line.records) for line in (better, worse)]
+    error = math.sqrt(sum(parts))
+    verdict = "not told apart" if abs(gap) < 2 * error else "met" if gap > 0 else "not met"
+    return *shown, f"{error:.2f}", verdict
 
 
 def _tables(found: Iterable[Line]) -> list[Table]:
     return [(title, HEADER, [line.shown() for line in group]) for title, group in by_setting(found).items()]
 
 
-def _over(found: list[Line], *names: str) -> Table:
-    """One table of lines that differ in these settings, which lead."""
-    ablation = names[0] if len(names) == 1 else None
-    rows = [
-        (*(str(line.cell.settings.get(name, PAPER[name])) for name in names), *line.shown(ablation))
-        for line in found
-    ]
-    cell = found[0].cell
-    title = f"{cell.model} on {cell.dataset}, {cell.epochs} epochs"
-    return title, (*(name.replace("_", " ") for name in names), *HEADER), rows
-
-
-def _summary(found: list[Line]) -> list[dict[str, Any]]:
-    """For each network that has the rows: claimed, proven, and DP-SGD."""
-    said = []
-    untuned = [line for line in found if set(line.cell.settings) <= set(PAPER)]
-    for network in HEADLINE:
-        here = {x.cell.row: x for x in untuned if x.cell.model.removesuffix("-half") == network}
-        if {"dpsgd", "gredp-claimed", "gredp"} <= set(here):
-            spent = round_up(here["gredp-claimed"].proven, 2)
-            said.append(
-                {
-                    "claimed": here["gredp-claimed"],
-                    "proven": here["gredp"],
-                    "dpsgd": here["dpsgd"],
-                    "spent": spent,
-                }
-            )
-    return said
-
-
-def _layers() -> dict[str, int]:
-    """L of each network with claimed rows, which their proven ε depends on."""
-    found: dict[str, int] = {}
-    for target in ("table1", "table2"):
-        for line in best(target):
-            if line.cell.row == "gredp-claimed":
-                found.setdefault(line.cell.model, clipped_layers(line.records[0]["guarantee"]))
-    return found
+def _over(found: list[Line], *names: str) -> list[Table]:
+    """For each network one table of lines that differ in these settings, which lead."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for line in found:
+        cell = line.cell
+        values = [str(cell.settings.get(name, PAPER[name])) for name in names]
+        title = f"{cell.model} on {cell.dataset}, {cell.epochs} epochs"
+        tables.setdefault(title, []).append((*values, *line.shown()))
+    header = (*(name.replace("_", " ") for name in names), *HEADER)
+    return [(title, header, rows) for title, rows in tables.items()]
 
 
 def _one_step() -> float:
     """ε that the paper's accountant claims after the first of LeNet-5's steps, on the way to ε = 2."""
     records, delta = 60_000, PAPER["delta"]
     rate = PAPER["batch_size"] / records
-    sigma = claimed_sigma(2.0, delta, rate, EPOCHS["full"] * math.ceil(1 / rate))
+    sigma = claimed_sigma(2.0, delta, rate, EPOCHS["lenet5"] * math.ceil(1 / rate))
     return epsilon([Entry(sigma, rate, 1)], delta, "rdp")
 
 
 def _beginning() -> list[tuple[float, float]]:
     """(accuracy, proven ε) after LeNet-5's first epoch: GReDP as claimed, DP-SGD, Spectral-DP."""
-    rows = {line.cell.row: line for line in best("figure-dynamics", ("lenet5",))}
+    rows = {line.cell.row: line for line in recorded("figure-dynamics", "lenet5")}
     first = [
         rows[row].records[0]["metrics"][0] for row in ("gredp-claimed", "dpsgd", "spectral-dp") if row in rows
     ]
     return [(100 * m["test_accuracy"], round_up(m["proven_epsilon"], 2)) for m in first]
 
 
-def _ends() -> list[float]:
-    """LeNet-5 at ε = 0.5 and at 2: DP-SGD, then GReDP as claimed."""
-    found = {(x.cell.row, x.cell.epsilon): x.mean for x in best("figure-epsilon", ("lenet5",))}
-    keys = [(row, eps) for row in ("dpsgd", "gredp-claimed") for eps in (0.5, 2.0)]
-    return [found[key] for key in keys if key in found]
-
-
-def _rates() -> dict[str, float]:
-    """The claimed row at the least and the largest learning rate, and the paper's figure at the least."""
-    ours = {
-        line.cell.settings.get("lr", PAPER["lr"]): line.mean
-        for line in one_scale("ablation-lr")
-        if line.cell.row == "gredp-claimed"
-    }
-    return {"least": ours[0.001], "largest": ours[0.1], "paper": ABLATIONS["lr"][0.001]}
-
-
-def _norms() -> dict[str, float]:
-    """The same from Table 3, where a smaller norm is a shorter step; at ε = 0.5."""
-    found = {
-        x.cell.settings.get("clip_norm", PAPER["clip_norm"]): x.mean
-        for x in best("table3", ("lenet5", "gredp-claimed"))
-        if x.cell.epsilon == 0.5
-    }
-    paper = [CLIPPING["lenet5"][norm][0.5] for norm in (0.1, 1.0)]
-    return {"small": found[0.1], "usual": found[1.0], "paper_small": paper[0], "paper_usual": paper[1]}
-
-
-def _chosen() -> list[dict[str, Any]]:
-    """What settings of its own do for DP-SGD on transferred networks."""
-    found: dict[tuple[str, str], dict[bool, Line]] = {}
-    for line in best("table2", ("dpsgd",)):
-        if line.cell.epsilon == 2.0:
-            where = line.cell.model, line.cell.dataset
-            found.setdefault(where, {})["clipping" in line.cell.settings] = line
-    return [
-        {
-            "network": network,
-            "dataset": dataset,
-            "tuned": here[True].mean,
-            "untuned": here[False].mean,
-            "paper": paper_figure(replace(here[False].cell, row="gredp-claimed")),
-        }
-        for (network, dataset), here in found.items()
-        if len({line.cell.epochs for line in here.values()}) == 1 < len(here)
+def _norms() -> list[tuple[float, float, float]]:
+    """(ε, our change, the paper's) of LeNet-5 from the usual norm to 0.1."""
+    found = {(x.cell.epsilon, x.cell.settings["clip_norm"]): x for x in recorded("table3", *CLAIMED)}
+    pairs = [
+        (found[eps, 0.1], found[eps, 1.0]) for eps in EPSILONS if {(eps, 0.1), (eps, 1.0)} <= found.keys()
     ]
+    return [
+        (small.cell.epsilon, small.mean - usual.mean, _paper(small) - _paper(usual)) for small, usual in pairs
+    ]
+
+
+def _rates() -> list[tuple[float, float, float]]:
+    """(rate, ours, the paper's) of LeNet-5 for all rates that the paper has a figure for, or nothing."""
+    found = {x.cell.settings["lr"]: x for x in recorded("ablation-lr", *CLAIMED)}
+    rates = ABLATIONS["lr"]
+    return [(lr, found[lr].mean, rates[lr]) for lr in rates] if rates.keys() <= found.keys() else []
+
+
+def _paper(line: Line) -> float:
+    return paper_figure(line.cell) or math.nan
 
 
 #: answers to what the paper leaves open, and figures of LeNet-5 that they should meet
 READINGS = load("paper_readings")["cells"].values()
 #: by which every reading is compared
 FIGURES = 5
+LITERAL = {
+    "gredp-claimed": "each kernel's own grid, noise once for a batch",
+    "gredp-padded": "the padded grid",
+    "gredp-each-sample": "noise for each sample",
+}
 
 
 def _readings() -> dict[str, Any]:
@@ -223,11 +210,13 @@ def _readings() -> dict[str, Any]:
     }  # the others are not done
     found = next(iter(tried.values()))
     shared = [name for name in found if all(name in ours for ours in tried.values())]
-    rows = [("**the paper**", *[f"{found[name]['figure']['paper']:g}" for name in shared], "")]
+    rows = [("**the paper**", *[f"{found[name]['figure']['paper']:g}" for name in shared], "", "")]
     for reading, ours in tried.items():
-        off = [abs(ours[name]["accuracy"] - ours[name]["figure"]["paper"]) for name in shared]
-        accuracies = [f"{ours[name]['accuracy']:.1f}" for name in shared]
-        rows.append((reading, *accuracies, f"{sum(off) / len(off):.1f}"))
+        here = [ours[name] for name in shared]
+        off = {name: abs(cell["accuracy"] - cell["figure"]["paper"]) for name, cell in zip(shared, here)}
+        stable = [off[name] for name in shared if found[name]["figure"]["lr"] < 0.1]
+        means = [f"{statistics.mean(part):.1f}" for part in (off.values(), stable)]
+        rows.append((reading, *[f"{cell['accuracy']:.1f}" for cell in here], *means))
     first = found[shared[0]]
     return {"epochs": first["epochs"], "seed": first["seed"], "figures": shared, "rows": rows}
 
@@ -239,19 +228,16 @@ def _reading(answers: dict[str, Any]) -> str:
     return ", ".join(other) or ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in base.items())
 
 
-def _headlines() -> list[tuple[str, ...]]:
-    """Table 1's rows of LeNet-5 under the reading that fits, as long as the paper trains by our reading."""
+def _literal() -> list[tuple[str, ...]]:
+    """The same figure by Algorithm 2 as it is printed, and as the tables read it."""
+    wanted = {"epsilon": 2.0, "lr": PAPER["lr"], "clip_norm": PAPER["clip_norm"]}
+    first = next(iter(READINGS))
     return [
-        (
-            title(cell["figure"]["row"]),
-            f"{cell['figure']['paper']:g}",
-            f"{cell['accuracy']:.2f}",
-            f"{cell['accuracy'] - cell['figure']['paper']:+.2f}",
-            f"{cell['figure']['epsilon']:g}" if cell["figure"]["epsilon"] else "–",
-            _proven(cell),
-        )
-        for cell in sorted(READINGS, key=lambda cell: list(ROWS).index(cell["figure"]["row"]))
-        if cell["epochs"] == EPOCHS["full"]
+        (LITERAL[cell["figure"]["row"]], f"{cell['accuracy']:.2f}", _proven(cell))
+        for cell in READINGS
+        if (cell["reading"], cell["epochs"]) == (first["reading"], first["epochs"])
+        and cell["figure"]["row"] in LITERAL
+        and wanted.items() <= cell["figure"].items()
     ]
 
 
@@ -262,15 +248,15 @@ def _proven(cell: dict[str, Any]) -> str:
 
 def _noise() -> list[dict[str, Any]]:
     """Each network at several noise scales, and between which of them it meets the paper's figure."""
-    by_network: dict[str, list[dict[str, Any]]] = {}
+    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for cell in load("paper_noise")["cells"].values():
-        by_network.setdefault(cell["network"], []).append(cell)
-    return [_noise_of(network, found) for network, found in by_network.items()]
+        alike.setdefault((cell["network"], cell["epochs"], cell["lr"]), []).append(cell)
+    return [_noise_of(found) for found in alike.values()]
 
 
-def _noise_of(network: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def _noise_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     by_noise = sorted(found, key=lambda cell: cell["fraction"])
-    paper, claimed = by_noise[0]["paper"], HEADLINE[network]
+    network, paper = by_noise[0]["network"], by_noise[0]["paper"]
     meets = [cell for cell in by_noise if cell["accuracy"] >= paper]
     below = [cell for cell in by_noise if cell["accuracy"] < paper]
     return {
@@ -278,7 +264,7 @@ def _noise_of(network: str, found: list[dict[str, Any]]) -> dict[str, Any]:
         "epochs": by_noise[0]["epochs"],
         "lr": by_noise[0]["lr"],
         "paper": paper,
-        "claimed": claimed,
+        "claimed": HEADLINE[network],
         "rows": [
             (f"{cell['fraction']:.3f}", f"{cell['fraction'] * cell['claimed_sigma']:.3f}", _proven(cell),
              f"{cell['accuracy']:.1f}")
@@ -289,16 +275,22 @@ def _noise_of(network: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _missing(target: Target) -> dict[str, Any] | None:
-    """What a full run of `target` would add."""
-    every = cells(target, "full")
-    left = [cell for cell in every if not (OUT / f"{cell.name}.json").exists()]
-    short = {kind(line.cell) for line in lines(cells(target, "quick"), OUT)}
-    few = sum(kind(cell) in short and cell.seed == 0 for cell in left)
-    if not left:
-        return None
-    done = len(every) - len(left)
-    return {"target": target, "runs": len(every), "done": done, "few": few, "none": len(left) - few}
+def _missing(target: Target) -> list[dict[str, Any]]:
+    """For each network what a run of `target` would add to the paper's rows."""
+    networks: dict[str, list[Cell]] = {}
+    for cell in cells(target, "full"):
+        if not _tuned(cell):
+            networks.setdefault(cell.model, []).append(cell)
+    found = []
+    for network, every in networks.items():
+        left = [cell for cell in every if not (OUT / f"{cell.name}.json").exists()]
+        if left:
+            weights = " --pretrained WEIGHTS" if left[0].transferred else ""
+            command = f"gredp reproduce {target} --scale full --only {network}{weights}"
+            hours = sum(cell.work for cell in left) / 3600
+            counts = {"runs": len(every), "done": len(every) - len(left), "hours": max(1, round(hours))}
+            found.append({"network": network, "command": command, **counts})
+    return found
 
 
 def _theorems() -> dict[str, list[tuple[str, ...]]]:

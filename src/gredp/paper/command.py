@@ -20,12 +20,11 @@ class ReproduceSettings:
 
     target: Annotated[Target, tyro.conf.Positional]
     scale: Scale = "smoke"
-    """smoke: the embedded digits, under two minutes. quick: the paper's data, 8 epochs (transfer 3), one
-    seed, AlexNet at half widths. full: 30 epochs, 3 seeds"""
+    """smoke: the embedded digits, under two minutes. full: the paper's data, hours to days; --only narrows"""
     only: tuple[str, ...] = ()
     """networks and rows to run, such as: lenet5 dpsgd gredp"""
     seeds: int | None = None
-    """initializations of each cell of table1; by default the scale's"""
+    """initializations of each cell of table1; by default 3 of LeNet-5, 1 of others"""
     out: str = "reproduction"
     """folder of the records; a cell that has one is not run again"""
     runs: str = "runs/reproduce"
@@ -53,7 +52,7 @@ def run_reproduce(settings: ReproduceSettings) -> None:
     if wanted:
         run_jobs(wanted, out, runs, workers, places, timed=True)
     elif settings.target == "table2":
-        raise GredpError("table2 has no smoke scale: use --scale quick or full")
+        raise GredpError("table2 has no smoke scale: use --scale full")
     _audit(settings, wanted, out)
     _show(settings, out)
 

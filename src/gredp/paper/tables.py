@@ -12,7 +12,7 @@ from gredp.paper.paper import ABLATIONS, CLIPPING, FROM_SCRATCH, TRANSFER
 from gredp.privacy.accountant import round_up
 from gredp.storage.record import accuracy
 
-HEADER = ("row", "ε asked", "paper, %", "ours, %", "claimed ε", "proven ε", "audited ε")
+HEADER = ("row", "ε asked", "paper, %", "ours, %", "difference", "claimed ε", "proven ε", "audited ε")
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,11 @@ class Line:
         claims = [record["guarantee"]["claimed_epsilon"] for record in self.records]
         return None if None in claims else max(map(float, claims))
 
-    def shown(self, ablation: str | None = None) -> tuple[str, ...]:
-        """As text, in the order of HEADER; the claimed ε only beside the proven one.
-
-        The paper's figure is that of its `ablation` of a setting, where one is named.
-        """
+    def shown(self) -> tuple[str, ...]:
+        """As text, in the order of HEADER; the claimed ε only beside the proven one."""
         runs = len(self.records)
         spread = f" ± {statistics.stdev(self.accuracies):.2f} ({runs})" if runs > 1 else ""
-        printed = paper_figure(self.cell, ablation)
+        printed = paper_figure(self.cell)
         private = self.cell.row != "plain"
         audit = self.records[0].get("audit", {})  # the best of several games would be wrong more often
         bound = audit.get("audited_epsilon_lower", audit.get("epsilon"))  # its name in older records
@@ -56,6 +53,7 @@ class Line:
             f"{self.cell.epsilon:g}" if private else "",
             "–" if printed is None else f"{printed:g}",
             f"{self.mean:.2f}{spread}",
+            "–" if printed is None else f"{self.mean - printed:+.2f}",
             f"{round_up(self.claimed, 3)}" if private and self.claimed is not None else "–",
             f"{round_up(self.proven, 3)}" if private else "∞",
             "–" if bound is None else f"≥ {bound:.3f}",
@@ -88,24 +86,17 @@ def by_setting(found: Iterable[Line]) -> dict[str, list[Line]]:
     return tables
 
 
-def paper_figure(cell: Cell, ablation: str | None = None) -> float | None:
-    """What the paper prints for the cell; for our own rows, the figure that its method claims.
-
-    Its `ablation` of the learning rate has another figure for the usual rate than its tables.
-    """
+def paper_figure(cell: Cell) -> float | None:
+    """What the paper prints for the cell; for our own rows, the figure that its method claims."""
     epsilon = 0 if cell.row == "plain" else cell.epsilon
     changed = {key: value for key, value in cell.settings.items() if PAPER.get(key) != value}
     row = "gredp-claimed" if cell.row in ("gredp", "shaped") else cell.row
-    if cell.transferred:  # at another rate than PAPER's
-        printed = TRANSFER[cell.dataset][cell.model] if set(changed) <= {"lr"} else {}
-        return printed.get(row, {}).get(epsilon)
-    network = cell.model.removesuffix("-half")
-    if network not in FROM_SCRATCH or len(changed) > 1:
+    printed = TRANSFER[cell.dataset] if cell.transferred else FROM_SCRATCH
+    if not changed:
+        return printed.get(cell.model, {}).get(row, {}).get(epsilon)
+    if len(changed) > 1 or cell.transferred:
         return None
-    setting = next(iter(changed), ablation)
-    if setting is None:
-        return FROM_SCRATCH[network].get(row, {}).get(epsilon)
-    value = cast(float, cell.settings.get(setting, PAPER.get(setting)))
+    setting, value = next(iter(changed.items()))
     if setting == "clip_norm":
-        return CLIPPING[network].get(value, {}).get(epsilon)
-    return ABLATIONS.get(setting, {}).get(value) if network == "lenet5" else None
+        return CLIPPING.get(cell.model, {}).get(cast(float, value), {}).get(epsilon)
+    return ABLATIONS.get(setting, {}).get(cast(float, value)) if cell.model == "lenet5" else None
