@@ -26,7 +26,7 @@ from gredp.storage.files import read_document
 
 DATASETS = f"""{EMBEDDED} (embedded), {", ".join(fetchable())}, the path of your own .npz or .csv, of a
 folder of images in CLASS or in train/CLASS and test/CLASS, or of .npy files for data larger than memory. For
-your own images without --model: scattering features, a linear classifier, 30 full batches; for a table: a
+your own images without --model: patch features, a linear classifier, 30 full batches; for a table: a
 small network, 10 epochs"""
 #: the file with the settings in a run folder
 FILE = "settings.json"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.norms import GRAM_ROUNDING, KEPT, as_double_if_long, normalize_rows, parts, squares
-from gredp.gradient.per_sample import Dense, PerSampleGradient, Products
+from gredp.gradient.per_sample import Dense, InPieces, PerSampleGradient, Products
 from gredp.spectrum import BlockView, grid_energy, half_fft, half_ifft, square_modulus, whole_energy
 
 
@@ -58,13 +58,14 @@ class Outer(Factored):
         fits = self.batch * o * i <= KEPT and o * i <= 4 * positions * (o + i)
         if positions == 1 or not fits or gram < positions * o * i / 37 + 0.45 * o * i:
             return self
-        values = self.left.new_empty(self.batch, o, i)
-        energies = []
-        for part, chunk in self.chunks(o * i):
-            (products or Products()).multiply(chunk.left.transpose(1, 2), chunk.right, values[part])
-            if spectral:
-                energies.append(grid_energy(values[part], 1))
-        return Dense(values, 1, torch.cat(energies) if energies else None)
+        products = products or Products()
+        return InPieces.of(chunk._product(spectral, products) for _, chunk in self.chunks(o * i))
+
+    def _product(self, spectral: bool, products: Products) -> Dense:
+        values = self.left.new_empty(self.batch, self.left.shape[2], self.right.shape[2])
+        products.multiply(self.left.transpose(1, 2), self.right, values)
+        taken = {"energies": grid_energy(values, 1)} if spectral else {"norms": squares(values)}
+        return Dense(values, 1, **taken)
 
     def squared_norm(self) -> Tensor:
         positions, o, i = self.left.shape[1], self.left.shape[2], self.right.shape[2]

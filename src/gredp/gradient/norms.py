@@ -8,8 +8,9 @@ from torch import Tensor
 
 from gredp.spectrum import LOWEST_SQUARE, PIECE
 
-#: elements that are worked on at once where gradients are materialized: what a core's cache holds
-CHUNK = 1 << 20
+#: elements that are worked on at once where gradients are materialized: what a core's cache holds, and a
+#: little less than a power of two, so that they fit where an input of such a size was freed
+CHUNK = 15 << 16
 #: elements of one layer's materialized gradients that may be kept between the norms and the sum
 KEPT = 1 << 25
 #: rounding of a sum of products of two Gram matrices, relative to the product of their norms; in single

@@ -8,9 +8,9 @@ Letters: b record, o output, i input, t position, k frequency, p and q blocks, c
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, Self
 
 import torch
@@ -152,10 +152,15 @@ class Dense(PerSampleGradient):
 
     values: Tensor  # [b, *shape]
     grid_axes: int = 1
-    energies: Tensor | None = None  # [b, *grid], where they were taken early
+    # What is asked of them first, where it was taken while they were in cache:
+    norms: Tensor | None = None  # [b], squared
+    energies: Tensor | None = None  # [b, *grid]
 
     def dense(self) -> Tensor:
         return self.values
+
+    def squared_norm(self) -> Tensor:
+        return super().squared_norm() if self.norms is None else self.norms
 
     def grid_energy(self) -> Tensor:
         return super().grid_energy() if self.energies is None else self.energies
@@ -164,6 +169,57 @@ class Dense(PerSampleGradient):
         if 0 < view.axes == self.values.dim() - 1 and view.groups is not None:  # all of the block is its grid
             return view.group_energy(self.values)
         return super().energy_in(view)
+
+
+@dataclass(frozen=True)
+class InPieces(PerSampleGradient):
+    """Materialized, some records in each array: small ones find room where the backward has freed inputs.
+
+    One large array finds none between them, and a step would need the memory of both.
+    """
+
+    pieces: tuple[PerSampleGradient, ...]
+
+    @staticmethod
+    def of(pieces: Iterable[PerSampleGradient]) -> PerSampleGradient:
+        """These, of consecutive records; at least one."""
+        made = tuple(pieces)
+        return made[0] if len(made) == 1 else InPieces(made)
+
+    @property
+    def grid_axes(self) -> int:  # type: ignore[override]
+        return self.pieces[0].grid_axes
+
+    @property
+    def sizes(self) -> list[int]:
+        return [piece.batch for piece in self.pieces]
+
+    def tensors(self) -> dict[str, Tensor]:
+        numbered = enumerate(self.pieces)
+        return {f"{name} {number}": t for number, piece in numbered for name, t in piece.tensors().items()}
+
+    @property
+    def batch(self) -> int:
+        return sum(self.sizes)
+
+    def dense(self) -> Tensor:
+        return torch.cat([piece.dense() for piece in self.pieces])
+
+    def squared_norm(self) -> Tensor:
+        return torch.cat([piece.squared_norm() for piece in self.pieces])
+
+    def grid_energy(self) -> Tensor:
+        return torch.cat([piece.grid_energy() for piece in self.pieces])
+
+    def energy_in(self, view: BlockView) -> Tensor:
+        return torch.cat([piece.energy_in(view) for piece in self.pieces])
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        parts = zip(self.pieces, factors.split(self.sizes))
+        return reduce(Tensor.add_, [piece.weighted_sum(part) for piece, part in parts])
+
+    def zero_unless(self, mask: Tensor) -> "InPieces":
+        return InPieces(tuple(p.zero_unless(part) for p, part in zip(self.pieces, mask.split(self.sizes))))
 
 
 def add(first: PerSampleGradient, second: PerSampleGradient, grid_axes: int) -> PerSampleGradient:

@@ -69,7 +69,7 @@ class Standardized(PerSampleGradient):
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Gradients of a few records at a time, and the allowance on their squared norms."""
-        for _, kernels in kernels_of(self.kernels):
+        for kernels in kernels_of(self.kernels):
             values = kernels.dense()
             scaled = values.flatten(2) * self.scales[:, None]
             yield self._by_weight(values), squares(scaled) * CANCELED[values.dtype] ** 2

@@ -14,8 +14,8 @@ from torch import Tensor
 from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gram
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
 from gredp.gradient.convolution.kernels import Kernels, kernels_of
-from gredp.gradient.norms import KEPT, squares
-from gredp.gradient.per_sample import PerSampleGradient, Products
+from gredp.gradient.norms import KEPT, parts, squares
+from gredp.gradient.per_sample import InPieces, PerSampleGradient, Products
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,15 @@ class Correlation(PerSampleGradient):
             return self
         return self._materialized(spectral, products)
 
-    def _materialized(self, spectral: bool = False, products: Products | None = None) -> Kernels:
-        values = self.x.new_empty(self.batch, *self.layout())
+    def _materialized(self, spectral: bool = False, products: Products | None = None) -> PerSampleGradient:
+        layout = self.layout()
+        sizes = [len(range(self.batch)[part]) for part in parts(self.batch, math.prod(layout))]
+        values = [self.x.new_empty(size, *layout) for size in sizes]
         made = kernels_of(self, values, products)
-        parts = [k.grid_energy() if spectral else k.squared_norm() for _, k in made]
-        taken = {"energies" if spectral else "norms": torch.cat(parts)}
-        return Kernels(values, self.shape, self.split, **taken)
+        taken = torch.cat([k.grid_energy() if spectral else k.squared_norm() for k in made]).split(sizes)
+        what = "energies" if spectral else "norms"
+        pairs = zip(values, taken)
+        return InPieces.of(Kernels(kept, self.shape, self.split, **{what: t}) for kept, t in pairs)
 
     def dense(self) -> Tensor:
         return self._materialized().dense()
@@ -96,12 +99,12 @@ class Correlation(PerSampleGradient):
     def squared_norm(self) -> Tensor:
         if prefer_gram(self.geometry()):
             return gram_norm(self)
-        return torch.cat([kernels.squared_norm() for _, kernels in kernels_of(self)])
+        return torch.cat([kernels.squared_norm() for kernels in kernels_of(self)])
 
     def grid_energy(self) -> Tensor:
         if prefer_gram(self.geometry(), True):
             return gram_energy(self)
-        return torch.cat([kernels.grid_energy() for _, kernels in kernels_of(self)])
+        return torch.cat([kernels.grid_energy() for kernels in kernels_of(self)])
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         if self.batch == 0:

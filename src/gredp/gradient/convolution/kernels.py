@@ -1,7 +1,7 @@
 """Every record's kernels, materialized from shifted copies of inputs and output gradients."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -74,9 +74,9 @@ class Kernels(PerSampleGradient):
 
 
 def kernels_of(
-    correlation: "Correlation", values: Tensor | None = None, products: Products | None = None
-) -> Iterator[tuple[slice, Kernels]]:
-    """Slices of the batch with their kernels, written into `values` if given, multiplied by `products`.
+    correlation: "Correlation", values: Sequence[Tensor] = (), products: Products | None = None
+) -> Iterator[Kernels]:
+    """Those of a few records after the other, written into `values` if given, multiplied by `products`.
 
     κ_δ = Σ_p g_p x_{p+δ}, and where the stride is 1 also Σ_p g_{p−δ} x_p. So the offsets of some
     axes may shift copies of the input, those of others copies of the output gradient, and one
@@ -91,25 +91,28 @@ def kernels_of(
     rows, columns = inner * channels, outer * outputs
     copies, result = (rows + columns) * math.prod(positions) * groups, rows * columns * groups
     chunk = CHUNK * torch.get_num_threads()  # each has a cache of its own
-    step = max(1, min(chunk // max(1, copies * correlation.views + result), correlation.batch))
-    most = max(1, chunk // max(1, copies))
-    views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= most)
+    most = max((len(piece) for piece in values), default=correlation.batch)
+    step = max(1, min(chunk // max(1, copies * correlation.views + result), most))
+    fit = max(1, chunk // max(1, copies))
+    views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= fit)
     products, dtype = products or Products(), correlation.x.dtype
     zeros = partial(correlation.x.new_zeros, dtype=torch.bfloat16 if products.rounds(dtype) else dtype)
-    sizes = [(step, groups, inner, channels, views), (step, groups, outer, outputs, views)]
+    buffers = [(step, groups, inner, channels, views), (step, groups, outer, outputs, views)]
     shift_input, shift_gradient = products.reuse(
-        (correlation.shapes, sizes, correlation.x.device, dtype),
-        lambda: [_shifts(correlation, zeros(*s, *positions), side) for s, side in zip(sizes, (False, True))],
+        (correlation.shapes, buffers, correlation.x.device, dtype),
+        lambda: [_shifts(correlation, zeros(*s, *positions), g) for s, g in zip(buffers, (False, True))],
     )
-    for start in range(0, max(1, correlation.batch), step):  # one slice of no records too
-        part = slice(start, min(start + step, correlation.batch))
-        target = None if values is None else values[part].view(-1, rows, columns)
+    kept = [few for piece in values for few in piece.split(step)]
+    end = 0
+    for few in kept or torch.empty(correlation.batch, 0).split(step):  # one of no records too
+        part, end = slice(end, end + len(few)), end + len(few)
+        target = few.view(-1, rows, columns) if kept else None
         for first in range(0, correlation.views, views):
             x, gradient = _inputs(correlation, part, slice(first, first + views))
             left, right = shift_input(x), shift_gradient(gradient).transpose(1, 2)
             target = products.multiply(left, right, target, more=first > 0)
         assert target is not None  # a record has at least one view
-        yield part, Kernels(target.view(-1, *layout), correlation.shape, split)
+        yield Kernels(target.view(-1, *layout), correlation.shape, split)
 
 
 def _inputs(correlation: "Correlation", part: slice, views: slice) -> tuple[Tensor, Tensor]:
