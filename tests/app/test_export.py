@@ -60,7 +60,7 @@ def numbers(*shape):
 
 
 #: graphs that the exporters take seconds for; what they are given is tested for all
-LARGE = ("standardized", "scattering")
+LARGE = ("standardized", "scattering", "patches")
 EXPORTED = [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in MODELS]
 
 
