@@ -89,12 +89,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three networks, under three minutes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="*", help="networks")
+    parser.add_argument("--only", nargs="*", help="networks; others keep what the record has of them")
     arguments = parser.parse_args()
     networks, variants = (QUICK_NETWORKS, QUICK_VARIANTS) if arguments.quick else (NETWORKS, VARIANTS)
     networks = arguments.only or networks
     rounds = 5 if arguments.quick else arguments.rounds
-    results = {}
+    kept = (
+        json.loads(arguments.out.read_text())["networks"] if arguments.only and arguments.out.exists() else {}
+    )
+    results = dict(kept)
     for network in networks:
         results[network] = {
             "batch": BATCH.get(network, 128),
