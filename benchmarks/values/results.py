@@ -42,6 +42,8 @@ def values() -> dict[str, Any]:
             for (recipe, epsilon), found in groups.items()
             if "as it is" in found
         ],
+        "features": load("features"),
+        "feature_rows": [_feature(row) for row in load("features")["rows"]],
         "epsilons": list(tables["rows"][0]["accuracy"]),
         "tables": [_table(row) for row in tables["rows"]],
         "own_images": load("own_images"),
@@ -104,6 +106,13 @@ def _ablation(found: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
         chance = quantile * spread * math.sqrt(1 / len(here) + 1 / len(base))
         rows.append((what, _mean(here), f"{100 * gain:+.2f}", "no" if abs(gain) <= chance else "yes"))
     return rows
+
+
+def _feature(row: dict[str, Any]) -> tuple[str, ...]:
+    accuracy = f"{100 * row['accuracy']:.1f}"
+    if not row["kind"]:
+        return "", f"**{row['changed']}**", accuracy, ""
+    return row["kind"], row["changed"], accuracy, f"{100 * row['difference']:+.1f} ± {100 * row['error']:.1f}"
 
 
 def _table(row: dict[str, Any]) -> tuple[str, ...]:
