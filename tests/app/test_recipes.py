@@ -47,7 +47,7 @@ def test_recipes_of_the_package_hold_settings_that_can_be_run(name, epsilon):
     assert settings.dataset == name.removesuffix("-transfer")
 
 
-def test_the_five_recipes_are_there():
+def test_the_recipes_of_the_package_are_there():
     assert names() == [
         "cifar10",
         "cifar10-transfer",
