@@ -34,8 +34,8 @@ class Task(Protocol):
     @property
     def name(self) -> str: ...
 
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """The mean over the records of a loss of each record alone."""
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """`[b]`: the loss of each record alone."""
 
     def figures(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
         """Of an epoch: `name`, "loss" and others."""
@@ -55,11 +55,10 @@ class Classification:
     weights: tuple[float, ...] | None = None
     name: str = "accuracy"
 
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        if self.weights is None:
-            return F.cross_entropy(outputs, y)
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(outputs, y, reduction="none")
         # Not torch's weighted mean: that divides by the weights of the batch, which join its records.
-        return (torch.tensor(self.weights)[y] * F.cross_entropy(outputs, y, reduction="none")).mean()
+        return losses if self.weights is None else torch.tensor(self.weights)[y] * losses
 
     def figures(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
         confusion = self._confusion(outputs, y)
@@ -123,15 +122,16 @@ class Regression:
         scaled = outputs.reshape(len(outputs)).double().clamp(-1, 1)
         return self.low + (self.high - self.low) * (scaled + 1) / 2
 
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(outputs[:, 0], y)
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(outputs[:, 0], y, reduction="none")
 
     def figures(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
         wanted = self.units(y)
         error = self.units(outputs) - wanted
         around = float((wanted - wanted.mean()).square().sum())
         r2 = 1 - float(error.square().sum()) / around if around > 0 else math.nan
-        return {"r2": r2, "mae": float(error.abs().mean()), "loss": float(self.loss(outputs, y.double()))}
+        loss = float(self.losses(outputs, y.double()).mean())
+        return {"r2": r2, "mae": float(error.abs().mean()), "loss": loss}
 
     def evaluation(self, outputs: Tensor, y: Tensor) -> dict[str, Any]:
         figures, wanted = self.figures(outputs, y), self.units(y)

@@ -3,7 +3,7 @@
 import shlex
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,12 @@ class Session:
         self.batch_size = batch_size(settings, data)
         loader = DataLoader(records, batch_size=self.batch_size)
         self.per_epoch = -(-data.units // self.batch_size)
+        #: gradients that are rounded must be of a sum: division by the batch before it would couple records
+        self.reduction: Literal["mean", "sum"] = "sum" if settings.precision == "bf16" else "mean"
         make = engine.make_private_with_epsilon if "target_epsilon" in noise else engine.make_private
         self.model, self.optimizer, self.loader = make(
             module=model,
-            optimizer=_optimizer(settings, model),
+            optimizer=self._optimizer(model),
             data_loader=loader,
             views=max(1, settings.augment),
             persons=data.persons,
@@ -89,6 +91,7 @@ class Session:
             claim=settings.claim,
             clipping=settings.clipping,
             precision=settings.precision,
+            loss_reduction=self.reduction,
             **noise,
             **settings.options(),
         )
@@ -103,6 +106,42 @@ class Session:
         if statistics is not None and norm is not None:
             norm.take(*statistics, self.data.units)
         return model
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """It sees released gradients only, so whichever it is costs no privacy.
+
+        From a sum over the batch it makes the update that it would make from a mean: what is added to the
+        gradient, or compared with it, is so many times as large.
+        """
+        settings, times = self.settings, self._summed
+        if settings.optimizer == "sgd":
+            decay = settings.weight_decay * times
+            return torch.optim.SGD(model.parameters(), self.lr, settings.momentum, weight_decay=decay)
+        shared: dict[str, Any] = {"betas": (settings.momentum, 0.999), "eps": 1e-8 * times}
+        if settings.optimizer == "adamw":
+            return torch.optim.AdamW(
+                model.parameters(), self.lr, weight_decay=settings.weight_decay, **shared
+            )
+        return torch.optim.Adam(
+            model.parameters(), self.lr, weight_decay=settings.weight_decay * times, **shared
+        )
+
+    @property
+    def _summed(self) -> int:
+        """How many times the mean the step's gradient is."""
+        return self.batch_size if self.reduction == "sum" else 1
+
+    @property
+    def lr(self) -> float:
+        """That of the optimizer: SGD's steps grow with the gradient, Adam's do not."""
+        return self.settings.lr / (self._summed if self.settings.optimizer == "sgd" else 1)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Of one physical batch, in the precision of the settings."""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+            outputs = self.model(x)
+        losses = self.task.losses(outputs.float(), y)
+        return losses.sum() if self.reduction == "sum" else losses.mean()
 
     @property
     def released(self) -> nn.Module:
@@ -219,15 +258,6 @@ def resume(
             stacklevel=2,
         )
     return session
-
-
-def _optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """It sees released gradients only, so whichever it is costs no privacy."""
-    shared: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), momentum=settings.momentum, **shared)
-    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return kind(model.parameters(), betas=(settings.momentum, 0.999), **shared)
 
 
 def _reject_finished(folder: Path) -> None:

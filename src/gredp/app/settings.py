@@ -128,7 +128,7 @@ class NoiseOptions:
     target_unclipped_quantile: float = 0.5
     """adaptive clipping: the share of records that the norm leaves whole; --clip-norm is the first norm"""
     precision: Literal["single", "bf16"] = "single"
-    """bf16 rounds products of each record (convolutions, sequences) before norm and sum: quicker"""
+    """bf16: each record's outputs, gradients and products in bfloat16; weights, norms, sums and noise not"""
     filter_ratio: float = 0.5
     """share of coefficients that spectral_dp keeps"""
     noise_schedule: float = 1.0

@@ -108,7 +108,7 @@ def _epochs(session: Session, tracked: Tracker) -> None:
     settings, data = session.settings, session.data
     # The next step of the schedule: it has passed those that a crash lost.
     for group in session.optimizer.param_groups:
-        group["initial_lr"] = settings.lr
+        group["initial_lr"] = session.lr
     factor = rate_factor(settings.schedule, settings.warmup, session.steps)
     rate = LambdaLR(session.optimizer, factor, last_epoch=session.charged - 1)
     if session.progress is not None:
@@ -147,7 +147,7 @@ def _steps(session: Session, rate: LambdaLR, steps: int) -> None:
         for x, y in parts:
             charged = session.charged
             optimizer.zero_grad()
-            torch.autograd.backward(session.task.loss(session.model(x), y))
+            torch.autograd.backward(session.loss(x, y))
             optimizer.step()
             whole = session.charged > charged
             if whole:
