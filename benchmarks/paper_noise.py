@@ -25,6 +25,7 @@ from gredp.app.dataset import centered
 from gredp.app.evaluate import evaluate
 from gredp.app.models import build
 from gredp.budget import Sampling, noise_multiplier
+from gredp.paper.cells import LARGE
 from gredp.paper.paper import FROM_SCRATCH, HEADLINE
 from gredp.sampling import BatchMemoryManager
 from gredp.storage.record import header, save
@@ -42,15 +43,18 @@ def run(network: str, epochs: int, fraction: float, lr: float, seed: int, data_d
     claimed = noise_multiplier(epsilon, DELTA, sampling, claim="paper")
     torch.manual_seed(seed)
     model = build(network, data.input_shape, data.classes, BLOCK)
-    engine = PrivacyEngine()
+    engine, half = PrivacyEngine(), network in LARGE
     model, optimizer, loader = engine.make_private(
         module=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr),
+        # Of a sum: gradients in half precision must not be divided before they are rounded.
+        optimizer=torch.optim.Adam(model.parameters(), lr, eps=1e-8 * BATCH),
         data_loader=DataLoader(TensorDataset(centered(data.x_train), data.y_train), batch_size=BATCH),
         noise_multiplier=fraction * claimed,
         max_grad_norm=1.0,
         method="gredp",
         claim="paper",
+        loss_reduction="sum",
+        precision="bf16" if half else "single",
     )
     began, curve = time.process_time(), []
     for _ in range(epochs):
@@ -59,7 +63,9 @@ def run(network: str, epochs: int, fraction: float, lr: float, seed: int, data_d
         ) as parts:
             for x, y in parts:
                 optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                    outputs = model(x)
+                F.cross_entropy(outputs.float(), y, reduction="sum").backward()
                 optimizer.step()
         share, _ = evaluate(model, data.x_test, data.y_test, centered)
         curve.append(round(100 * share, 2))
@@ -68,6 +74,7 @@ def run(network: str, epochs: int, fraction: float, lr: float, seed: int, data_d
         "epochs": epochs,
         "seed": seed,
         "lr": lr,
+        "precision": "bf16" if half else "single",
         "fraction": fraction,
         "claimed_sigma": claimed,
         "paper": FROM_SCRATCH[network]["gredp-claimed"][epsilon],

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from gredp.paper.cells import EPOCHS, EPSILONS, PAPER, TUNING, Cell, Target, cells, title
+from gredp.paper.cells import EPOCHS, EPSILONS, LARGE, PAPER, TUNING, Cell, Target, cells, title
 from gredp.paper.figures import draw_dynamics, draw_epsilon
 from gredp.paper.paper import ABLATIONS, HEADLINE
 from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
@@ -32,12 +32,21 @@ def values() -> dict[str, Any]:
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(OUT.glob("*-seed*.json"))]
     table1, table2 = recorded("table1"), recorded("table2")
     untuned = [line for line in (*table1, *table2) if not _tuned(line.cell)]
-    lenet5 = {x.cell.row: _compared(x) for x in untuned if x.cell.model == "lenet5"}
+    compared: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in untuned:
+        if line.cell.epsilon == HEADLINE.get(line.cell.model, 2.0):
+            place = line.cell.model, line.cell.dataset
+            compared.setdefault(place, {})[line.cell.row] = _compared(line)
+    lenet5 = compared.pop(("lenet5", "mnist"))
     return {
         "paper": PAPER,
         "epochs": EPOCHS,
         "alpha": max((record["audit"]["alpha"] for record in records if "audit" in record), default=0.01),
         "lenet5": lenet5,
+        "larger": {
+            where: rows for where, rows in compared.items() if {"plain", "gredp-claimed"} <= rows.keys()
+        },
+        "half": [network for network in LARGE if network in {model for model, _ in compared}],
         "worst": max(abs(lenet5[row]["off"]) for row in ORDER),
         "networks": [x for x in HEADLINE if not any(line.cell.model == x for line in untuned)],
         "transfer": any(line.cell.transferred for line in untuned),
