@@ -122,6 +122,7 @@ def distance(grid: tuple[int, ...]) -> Tensor:
     return total.sqrt()
 
 
+@lru_cache(maxsize=256)
 def mirror(grid: tuple[int, ...]) -> Tensor:
     """`[prod(grid)]`: the flat index of −k for each flat index of k."""
     index = torch.arange(math.prod(grid)).view(grid)
