@@ -62,7 +62,7 @@ class Kernels(PerSampleGradient):
         if size > 64 or not b:
             return grid_energy(self.dense(), self.grid_axes)
         # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
-        basis = real_basis(grid).to(self.values).t().expand(b * groups, size, size)
+        basis = real_basis(grid).to(self.values).t().contiguous().expand(b * groups, size, size)
         waves = torch.bmm(basis, self._offsets_first().reshape(b * groups, size, -1))
         energy = squares(waves.flatten(0, 1)).view(b, groups, size).sum(1)
         return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
