@@ -122,6 +122,7 @@ def distance(grid: tuple[int, ...]) -> Tensor:
     return total.sqrt()
 
 
+@lru_cache(maxsize=256)
 def mirror(grid: tuple[int, ...]) -> Tensor:
     """`[prod(grid)]`: the flat index of −k for each flat index of k."""
     index = torch.arange(math.prod(grid)).view(grid)
@@ -156,17 +157,20 @@ def grid_energy(values: Tensor, axes: int) -> Tensor:
             return whole_energy(
                 square_modulus(spectrum).sum(lead) if lead else square_modulus(spectrum), grid
             )
-        parts = torch.view_as_real(spectrum).square_().flatten(1, len(lead)).flatten(2)
-        # Products with ones: sums over leading axes are slow otherwise.
-        energy = torch.cat([torch.matmul(p.new_ones(1, p.shape[1]), p) for p in parts.split(PIECE, 1)], 1)
-        energy = energy.sum(1, dtype=torch.float64)
-        return whole_energy(
-            energy.view(*spectrum.shape[:1], *spectrum.shape[1 + len(lead) :], 2).sum(-1), grid
-        )
+        parts = torch.view_as_real(spectrum).square_().flatten(1, len(lead))
+        energy = sum_of_rows(parts.flatten(2)).view(len(values), *spectrum.shape[1 + len(lead) :], 2)
+        return whole_energy(energy.sum(-1), grid)
     # Kernels are too small for an FFT to pay; one real matrix product gives the same energies.
     flat = values.reshape(values.shape[0], math.prod(values.shape[1 : values.dim() - axes]), math.prod(grid))
     energy = (flat @ real_basis(grid).to(flat)).square().sum(1, dtype=torch.float64)
     return ((energy + energy[:, mirror(grid).to(flat.device)]) / 2).view(-1, *grid)
+
+
+def sum_of_rows(squares: Tensor) -> Tensor:
+    """`[b, n, m]` → `[b, m]` in double precision; PIECE rows at a time in their own."""
+    whole = squares.shape[1] // PIECE * PIECE
+    pieces = squares[:, :whole].unflatten(1, (whole // PIECE, PIECE)).sum(2)
+    return torch.cat([pieces, squares[:, whole:].sum(1, keepdim=True)], 1).sum(1, dtype=torch.float64)
 
 
 def square_modulus(spectrum: Tensor) -> Tensor:

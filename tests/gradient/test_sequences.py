@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import oracles
-from gredp.gradient.factored import Lookup, Outer
+from gredp.gradient import norms
+from gredp.gradient.factored import Lookup, Outer, Waves
 from gredp.gradient.per_sample import Dense
 
 
@@ -15,15 +16,20 @@ def outer(records: int, positions: int, o: int, i: int, dtype=torch.float64) -> 
 
 
 @pytest.mark.parametrize("spectral", [False, True])
-@pytest.mark.parametrize(("positions", "o", "i"), [(1, 5, 4), (64, 20, 12), (9, 3, 70), (2, 40, 33)])
-def test_a_settled_layer_answers_as_the_loop_does(positions, o, i, spectral):
+@pytest.mark.parametrize(
+    ("positions", "o", "i"),
+    [(1, 5, 4), (64, 20, 12), (9, 3, 70), (2, 40, 33), (24, 30, 70), (24, 30, 67), (9, 12, 2), (9, 12, 1)],
+)
+def test_a_settled_layer_answers_as_the_loop_does(positions, o, i, spectral, monkeypatch):
     gradient = outer(5, positions, o, i)
     truth = torch.stack(
         [sum(torch.outer(a, b) for a, b in zip(*pair)) for pair in zip(gradient.left, gradient.right)]
     )
     compact = gradient.compact(spectral)
+    monkeypatch.setattr(norms, "CHUNK", 2 * o * i)
+    in_pieces = gradient.compact(spectral)
     factors = torch.arange(5.0, dtype=torch.float64)
-    for kind in (gradient, compact):
+    for kind in (gradient, compact, in_pieces):
         torch.testing.assert_close(kind.dense(), truth, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(kind.squared_norm(), truth.flatten(1).square().sum(1), rtol=1e-9, atol=0)
         torch.testing.assert_close(kind.grid_energy(), oracles.grid_energy(truth, 1), rtol=1e-9, atol=1e-9)
@@ -32,6 +38,8 @@ def test_a_settled_layer_answers_as_the_loop_does(positions, o, i, spectral):
 
 def test_products_are_kept_where_that_saves_a_second_one():
     assert isinstance(outer(8, 64, 64, 64).compact(False), Dense)
+    assert isinstance(outer(8, 64, 64, 64).compact(True), Dense)
+    assert isinstance(outer(8, 64, 96, 64).compact(True), Waves)  # fewer inputs to transform than rows
     assert isinstance(outer(8, 1, 64, 64).compact(False), Outer)  # norms part into two small ones
     assert isinstance(outer(8, 4, 512, 512).compact(False), Outer)  # Gram matrices are far smaller
     assert isinstance(outer(1, 32, 384, 1536).compact(False), Outer)  # ten times the memory of its factors

@@ -30,9 +30,9 @@ def noise_draws(layer: nn.Module, x: torch.Tensor, draws: int, **options) -> tor
     return draw_noise(model, optimizer, x, draws)
 
 
-def draw_noise(model, optimizer, x, draws: int) -> torch.Tensor:
-    steps = -(-draws // model[0].weight.numel())
-    return torch.stack([no_gradient_step(model, optimizer, x)["0.weight"].flatten() for _ in range(steps)])
+def draw_noise(model, optimizer, x, draws: int, block: str = "0.weight") -> torch.Tensor:
+    steps = -(-draws // model.get_parameter(block).numel())
+    return torch.stack([no_gradient_step(model, optimizer, x)[block].flatten() for _ in range(steps)])
 
 
 def whole_weights(view, weights: torch.Tensor) -> torch.Tensor:
@@ -99,6 +99,30 @@ def test_shaped_noise_keeps_its_variance_in_both_spaces(layer):
     widening = float(inverse.square().mean().sqrt() / inverse.mean())
     ratio = float(draws.square().mean()) / (variance * float(inverse.mean()))
     assert abs(ratio - 1) <= V_TOLERANCE * widening
+
+
+@pytest.mark.parametrize("mechanism", ["gredp shaped", "spectral-dp"])
+def test_blocks_of_one_weight_have_white_noise_of_that_weight(mechanism):
+    """V for a bias, which has no frequencies: one real draw has the law of noise on its coefficients."""
+    x = torch.ones(2, 3)
+    model, optimizer, _, _ = make_private(
+        nn.Sequential(nn.Linear(3, 501)),
+        (x, torch.zeros(2)),
+        noise_multiplier=Z,
+        clip=C,
+        **MECHANISMS[mechanism],
+    )
+    step, weight = optimizer.private_step, 1.0
+    if mechanism == "gredp shaped":
+        weight = 0.4
+        fix_weights(optimizer, torch.full((len(step.learned._squared),), weight).double())
+    draws = draw_noise(model, optimizer, x, V_DRAWS, "0.bias")
+    a, b = step.plan.noise_parts or (1.0, 1.0)
+    assert a == b
+    spectra = dft(draws, 1)
+    for coefficients in (draws, spectra.real * math.sqrt(2), spectra.imag * math.sqrt(2)):
+        ratio = float(coefficients.square().mean()) * weight / (a * optimizer.sigma * C) ** 2
+        assert abs(ratio - 1) <= 2 * V_TOLERANCE
 
 
 @pytest.mark.parametrize("layer", ["linear 45", "circulant 8", "conv 3x3"])

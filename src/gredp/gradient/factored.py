@@ -10,11 +10,20 @@ from operator import itemgetter
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gredp.gradient.norms import GRAM_ROUNDING, KEPT, as_double_if_long, normalize_rows, parts, squares
 from gredp.gradient.per_sample import Dense, InPieces, PerSampleGradient, Products
-from gredp.spectrum import BlockView, grid_energy, half_fft, half_ifft, square_modulus, whole_energy
+from gredp.spectrum import (
+    BlockView,
+    grid_energy,
+    half_fft,
+    half_ifft,
+    square_modulus,
+    sum_of_rows,
+    whole_energy,
+)
 
 
 class Factored(PerSampleGradient):
@@ -61,9 +70,14 @@ class Outer(Factored):
         products = products or Products()
         return InPieces.of(chunk._product(spectral, products) for _, chunk in self.chunks(o * i))
 
-    def _product(self, spectral: bool, products: Products) -> Dense:
-        values = self.left.new_empty(self.batch, self.left.shape[2], self.right.shape[2])
-        products.multiply(self.left.transpose(1, 2), self.right, values)
+    def _product(self, spectral: bool, products: Products) -> PerSampleGradient:
+        left, right, length = self.left.transpose(1, 2), self.right, self.right.shape[2]
+        waves = spectral and right.shape[1] < left.shape[1]  # fewer inputs to transform than rows
+        if waves:
+            right = _pack(half_fft(right, 1), length)
+        values = products.multiply(left, right, left.new_empty(*left.shape[:2], right.shape[2]))
+        if waves:
+            return Waves(values, length, Waves(values, length).grid_energy())
         taken = {"energies": grid_energy(values, 1)} if spectral else {"norms": squares(values)}
         return Dense(values, 1, **taken)
 
@@ -132,6 +146,64 @@ class Outer(Factored):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         left = self.left * factors[:, None, None]
         return left.flatten(0, 1).t() @ self.right.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Waves(PerSampleGradient):
+    """A linear layer over a sequence, materialized as the spectra of its rows: Σ_t left_t ⊗ F right_t.
+
+    Energies are those of the numbers that are summed. One inverse of the sum does for all records.
+    """
+
+    values: Tensor  # [b, o, parts], as `_pack` leaves them
+    length: int
+    energies: Tensor | None = None  # [b, i], taken while the values were in cache
+    grid_axes = 1
+
+    def dense(self) -> Tensor:
+        return self.restored(self.values)
+
+    def allowance(self, transforms: int, size: int) -> float:
+        return super().allowance(max(1, transforms), self.length)
+
+    def squared_norm(self) -> Tensor:
+        return self.grid_energy().sum(1)
+
+    def grid_energy(self) -> Tensor:
+        if self.energies is not None:
+            return self.energies
+        energy = _unpack(sum_of_rows(self.values.square()), self.length).sum(-1)
+        return whole_energy(energy, (self.length,))
+
+    def stored_sum(self, factors: Tensor) -> Tensor:
+        return torch.tensordot(factors, self.values, 1)
+
+    def restored(self, total: Tensor) -> Tensor:
+        return half_ifft(torch.view_as_complex(_unpack(total, self.length)), 1, self.length)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        return self.restored(self.stored_sum(factors))
+
+
+def _pack(spectrum: Tensor, length: int) -> Tensor:
+    """`[*, half]` of one axis → `[*, n]`: its parts side by side, as many as `length` if that is even.
+
+    The highest coefficient is real then, and takes the place of the lowest one's imaginary part, which is
+    zero: products with the parts need no columns of zeros.
+    """
+    parts = torch.view_as_real(spectrum)
+    if length % 2 == 0:
+        parts[..., 0, 1] = parts[..., -1, 0]
+        parts = parts[..., :-1, :]
+    return parts.flatten(-2)
+
+
+def _unpack(parts: Tensor, length: int) -> Tensor:
+    """`[*, n]` → `[*, half, 2]`: what `_pack` has packed, or squares of it."""
+    if length % 2 == 0:
+        parts = F.pad(parts, (0, 2))
+        parts[..., -2], parts[..., 1] = parts[..., 1], 0
+    return parts.unflatten(-1, (-1, 2))
 
 
 @dataclass(frozen=True)

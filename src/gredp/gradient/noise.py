@@ -159,10 +159,8 @@ def add_noise(
         view, total, std = block.view, block.total, block.noise_std
         if block.white:
             values[block.name] = total
-            if draw is not None:
-                std *= plan.white_part or 0.0
-                if plan.quantile is not None:  # white in the weighted domain
-                    std /= math.sqrt(float(squared_weights[block.name]))
+            if draw is not None:  # white in the weighted domain too
+                std *= (plan.white_part or 0.0) / math.sqrt(float(squared_weights[block.name]))
                 values[block.name] = total.add_(draw, alpha=std)
             continue
         assert draw is not None
@@ -238,7 +236,7 @@ def _noised_blocks(
         for name in group.blocks:
             view, total = bounded.block_views[name], bounded.totals.get(name)
             total = empty_sum(view, parameters[name]) if total is None else total
-            white = bounded.plan.white_part is not None and not view.padded
+            white = bounded.plan.white_part is not None and view.groups is None and not view.padded
             dropped = bounded.plan.keep_ratio is not None and view.groups is not None and not view.padded
             columns = None
             if dropped and math.prod(view.block.grid) > SMALL:  # where the inverse fills up with zeros
@@ -249,14 +247,20 @@ def _noised_blocks(
 def _drawn(blocks: list[_Noised], source: NoiseSource) -> Iterator[tuple[_Noised, Tensor | None]]:
     """Each block with its draw. Small ones that follow each other share one: a draw has its price."""
     while blocks:
-        like, sizes = blocks[0].total, [math.prod(blocks[0].shape)]
+        like, sizes = blocks[0].total, [_even(blocks[0])]
         for block in blocks[1:]:
-            size, total = math.prod(block.shape), block.total
-            alike = (total.dtype, total.device, block.white) == (like.dtype, like.device, blocks[0].white)
+            size, total = _even(block), block.total
+            alike = (total.dtype, total.device) == (like.dtype, like.device)
             if not alike or sum(sizes) + size > SHARED:
                 break
             sizes.append(size)
         draws = source.normal((sum(sizes),), like.real if like.is_complex() else like).split(sizes)
         for block, draw in zip(blocks, draws):
-            yield block, draw.view(block.shape) if len(draw) else None
+            yield block, draw[: math.prod(block.shape)].view(block.shape) if len(draw) else None
         blocks = blocks[len(sizes) :]
+
+
+def _even(block: _Noised) -> int:
+    """Numbers to draw for it: pairs, so that those of the next block can be seen as complex ones."""
+    size = math.prod(block.shape)
+    return size + size % 2

@@ -117,6 +117,13 @@ class PerSampleGradient(ABC):
         """`[*shape]`: Σ_b factors_b · gradient_b."""
         return torch.tensordot(factors, self.dense(), 1)
 
+    def stored_sum(self, factors: Tensor) -> Tensor:
+        """The same in the domain that it is stored in, of which `restored` gives the gradient."""
+        return self.weighted_sum(factors)
+
+    def restored(self, total: Tensor) -> Tensor:
+        return total
+
     def norm_bound(self) -> Tensor | None:
         """`[b]`: a bound on the square of what `weighted_sum` adds up for a record before its terms cancel.
 
@@ -216,7 +223,8 @@ class InPieces(PerSampleGradient):
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         parts = zip(self.pieces, factors.split(self.sizes))
-        return reduce(Tensor.add_, [piece.weighted_sum(part) for piece, part in parts])
+        total = reduce(Tensor.add_, [piece.stored_sum(part) for piece, part in parts])
+        return self.pieces[0].restored(total)
 
     def zero_unless(self, mask: Tensor) -> "InPieces":
         return InPieces(tuple(p.zero_unless(part) for p, part in zip(self.pieces, mask.split(self.sizes))))

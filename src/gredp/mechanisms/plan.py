@@ -146,15 +146,15 @@ class StepPlan:
 
     @property
     def white_part(self) -> float | None:
-        """a, where the noise of a whole block is white of deviation a·noise_std: one real draw has its law.
+        """a, where noise on a whole block with one weight is white of deviation a·noise_std: a real draw.
 
         Equal parts on the coefficients of a unitary transform leave a² on even and on odd directions, hence
-        on every coordinate. None where they differ, or where frequencies do. On the padded grid the paper's
-        steps are taken one by one, whatever the parts are.
+        on every coordinate. None where they differ, or where a preconditioner comes after. On the padded
+        grid the paper's steps are taken one by one, whatever the parts are.
         """
         a, b = self.noise_parts or (1.0, 1.0)
-        alike = self.transform != "padded" and self.shaping is None and self.keep_ratio is None
-        return a if alike and a == b else None
+        preconditioned = self.shaping is not None and bool(self.shaping.preconditioner)
+        return a if a == b and self.transform != "padded" and not preconditioned else None
 
     @property
     def keeps_sums(self) -> bool:

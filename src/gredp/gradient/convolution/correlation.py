@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gram
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
-from gredp.gradient.convolution.kernels import Kernels, kernels_of
+from gredp.gradient.convolution.kernels import kernels_of
 from gredp.gradient.norms import KEPT, parts, squares
 from gredp.gradient.per_sample import InPieces, PerSampleGradient, Products
 
@@ -73,7 +73,7 @@ class Correlation(PerSampleGradient):
     def compact(self, spectral: bool, products: Products | None = None) -> PerSampleGradient:
         """Kernels in place of maps, where that is the quicker way and they fit."""
         fit = self.batch * math.prod(self.shape) <= KEPT
-        if not fit or prefer_gram(self.geometry(), spectral):
+        if not fit or prefer_gram(self.geometry, spectral):
             return self
         return self._materialized(spectral, products)
 
@@ -82,10 +82,9 @@ class Correlation(PerSampleGradient):
         sizes = [len(range(self.batch)[part]) for part in parts(self.batch, math.prod(layout))]
         values = [self.x.new_empty(size, *layout) for size in sizes]
         made = kernels_of(self, values, products)
-        taken = torch.cat([k.grid_energy() if spectral else k.squared_norm() for k in made]).split(sizes)
-        what = "energies" if spectral else "norms"
-        pairs = zip(values, taken)
-        return InPieces.of(Kernels(kept, self.shape, self.split, **{what: t}) for kept, t in pairs)
+        if spectral:
+            return InPieces.of(replace(piece, energies=piece.grid_energy()) for piece in made)
+        return InPieces.of(replace(piece, norms=piece.squared_norm()) for piece in made)
 
     def dense(self) -> Tensor:
         return self._materialized().dense()
@@ -97,12 +96,12 @@ class Correlation(PerSampleGradient):
         return left * right * math.prod(self.kernel)
 
     def squared_norm(self) -> Tensor:
-        if prefer_gram(self.geometry()):
+        if prefer_gram(self.geometry):
             return gram_norm(self)
         return torch.cat([kernels.squared_norm() for kernels in kernels_of(self)])
 
     def grid_energy(self) -> Tensor:
-        if prefer_gram(self.geometry(), True):
+        if prefer_gram(self.geometry, True):
             return gram_energy(self)
         return torch.cat([kernels.grid_energy() for kernels in kernels_of(self)])
 
@@ -122,6 +121,7 @@ class Correlation(PerSampleGradient):
         inputs = factors.repeat_interleave(self.views)
         return self.gradient * inputs.view(-1, *[1] * (self.gradient.dim() - 1))
 
+    @cached_property
     def geometry(self) -> Geometry:
         """What the cost of the ways depends on."""
         return Geometry(
@@ -152,10 +152,10 @@ class Correlation(PerSampleGradient):
     @cached_property
     def split(self) -> tuple[bool, ...]:
         """For each axis of the kernel, whether its offsets shift the output gradient instead of the input."""
-        return cheapest_split(self.geometry())
+        return cheapest_split(self.geometry)
 
     def layout(self) -> tuple[int, ...]:
         """A record's kernels as `Kernels` keeps them."""
-        geometry = self.geometry()
+        geometry = self.geometry
         inner, outer = geometry.offsets(self.split)
         return (self.groups, inner, geometry.channels, outer, geometry.outputs)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,7 @@ class Kernels(PerSampleGradient):
         if size > 64 or not b:
             return grid_energy(self.dense(), self.grid_axes)
         # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
-        basis = real_basis(grid).to(self.values).t().expand(b * groups, size, size)
+        basis = real_basis(grid).to(self.values).t().contiguous().expand(b * groups, size, size)
         waves = torch.bmm(basis, self._offsets_first().reshape(b * groups, size, -1))
         energy = squares(waves.flatten(0, 1)).view(b, groups, size).sum(1)
         return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
@@ -87,7 +86,7 @@ def kernels_of(
     """
     layout, split = correlation.layout(), correlation.split
     groups, inner, channels, outer, outputs = layout
-    positions = correlation.geometry().positions(split)
+    positions = correlation.geometry.positions(split)
     rows, columns = inner * channels, outer * outputs
     copies, result = (rows + columns) * math.prod(positions) * groups, rows * columns * groups
     chunk = CHUNK * torch.get_num_threads()  # each has a cache of its own
@@ -96,49 +95,60 @@ def kernels_of(
     fit = max(1, chunk // max(1, copies))
     views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= fit)
     products, dtype = products or Products(), correlation.x.dtype
-    zeros = partial(correlation.x.new_zeros, dtype=torch.bfloat16 if products.rounds(dtype) else dtype)
-    buffers = [(step, groups, inner, channels, views), (step, groups, outer, outputs, views)]
+    dtype = torch.bfloat16 if products.rounds(dtype) else dtype
+    shapes = [(step, groups, inner, channels, views), (step, groups, outer, outputs, views)]
     shift_input, shift_gradient = products.reuse(
-        (correlation.shapes, buffers, correlation.x.device, dtype),
-        lambda: [_shifts(correlation, zeros(*s, *positions), g) for s, g in zip(buffers, (False, True))],
+        (correlation.shapes, shapes, correlation.x.device, dtype),
+        lambda: [_shifts(correlation, (*s, *positions), dtype, g) for s, g in zip(shapes, (False, True))],
     )
-    kept = [few for piece in values for few in piece.split(step)]
-    end = 0
-    for few in kept or torch.empty(correlation.batch, 0).split(step):  # one of no records too
-        part, end = slice(end, end + len(few)), end + len(few)
-        target = few.view(-1, rows, columns) if kept else None
-        for first in range(0, correlation.views, views):
-            x, gradient = _inputs(correlation, part, slice(first, first + views))
-            left, right = shift_input(x), shift_gradient(gradient).transpose(1, 2)
-            target = products.multiply(left, right, target, more=first > 0)
-        assert target is not None  # a record has at least one view
-        yield Kernels(target.view(-1, *layout), correlation.shape, split)
+    read, end = _reader(correlation), 0
+    for piece in values or torch.empty(correlation.batch, 0).split(step):  # one of no records too
+        for few in piece.split(step):
+            part, end = slice(end, end + len(few)), end + len(few)
+            target = few.view(-1, rows, columns) if values else None
+            for first in range(0, correlation.views, views):
+                x, gradient = read(part, slice(first, first + views))
+                left, right = shift_input(x), shift_gradient(gradient).transpose(1, 2)
+                target = products.multiply(left, right, target, more=first > 0)
+        made = piece if values else target
+        assert made is not None  # a record has at least one view
+        yield Kernels(made.view(-1, *layout), correlation.shape, split)
 
 
-def _inputs(correlation: "Correlation", part: slice, views: slice) -> tuple[Tensor, Tensor]:
-    """Some views of some records, `[records, group, channels, views, *]`: inputs, output gradients."""
-    x, gradient = (
-        t.unflatten(0, (correlation.batch, correlation.views))[part, views]
-        for t in (correlation.x, correlation.gradient)
-    )
-    if not correlation.padded_by_zeros:
-        x = replace(correlation, x=x.flatten(0, 1)).padded.unflatten(0, x.shape[:2])
-    x, gradient = (t.unflatten(2, (correlation.groups, -1)).movedim(1, 3) for t in (x, gradient))
-    return x, gradient
+def _reader(correlation: "Correlation") -> Callable[[slice, slice], tuple[Tensor, Tensor]]:
+    """Inputs and output gradients of some records and views, `[records, group, channels, views, *]`."""
+    records = (correlation.batch, correlation.views)
+    x, gradient = (t.unflatten(0, records) for t in (correlation.x, correlation.gradient))
+    by_group = [t.unflatten(2, (correlation.groups, -1)).movedim(1, 3) for t in (x, gradient)]
+
+    def read(part: slice, views: slice) -> tuple[Tensor, Tensor]:
+        maps, gradients = (t[part, :, :, views] for t in by_group)
+        if not correlation.padded_by_zeros:  # a few at a time
+            few = x[part, views]
+            padded = replace(correlation, x=few.flatten(0, 1)).padded.unflatten(0, few.shape[:2])
+            maps = padded.unflatten(2, (correlation.groups, -1)).movedim(1, 3)
+        return maps, gradients
+
+    return read
 
 
-def _shifts(correlation: "Correlation", buffer: Tensor, gradient: bool) -> Callable[[Tensor], Tensor]:
+def _shifts(
+    correlation: "Correlation", shape: tuple[int, ...], dtype: torch.dtype, gradient: bool
+) -> Callable[[Tensor], Tensor]:
     """A function of `[records, group, channels, views, *]`: at each offset of its axes, side by side.
 
     It gives `[records · group, offsets · channels, positions]`, valid until it is called again. The
     buffer's zeros stay wherever an offset reaches beyond the source, in every call alike.
     """
-    _, _, offsets, channels, views, *positions = buffer.shape
+    _, _, offsets, channels, views, *positions = shape
     source = correlation.gradient.shape[2:] if gradient else correlation.positions_read
     size = views * math.prod(positions)
     if offsets == 1 and tuple(source) == tuple(positions) and (gradient or not any(correlation.pads)):
         return lambda x: x.reshape(-1, channels, size)
     own = [range(k) if g == gradient else range(1) for k, g in zip(correlation.kernel, correlation.split)]
+    if not gradient and sum(len(axis) > 1 for axis in own) > 1:
+        return _windows(correlation, shape, dtype)
+    buffer = correlation.x.new_zeros(shape, dtype=dtype)
     moves: list[tuple[Tensor, Any]] = []
     for index, offset in enumerate(product(*own)):
         places = [_overlap(correlation, axis, delta, gradient) for axis, delta in enumerate(offset)]
@@ -151,6 +161,44 @@ def _shifts(correlation: "Correlation", buffer: Tensor, gradient: bool) -> Calla
         for target, at in moves:
             target[: len(x)].copy_(x[at])
         return buffer[: len(x)].view(-1, offsets * channels, size)
+
+    return shift
+
+
+def _windows(
+    correlation: "Correlation", shape: tuple[int, ...], dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """The same for an input with offsets on several axes: a copy for each axis, not for each offset.
+
+    Windows over the last axis come first, then windows of those over the axis before it.
+    """
+    records, groups, offsets, channels, views, *positions = shape
+    on_input = [not g for g in correlation.split]
+    sizes = zip(on_input, correlation.positions_read, correlation.padded_grid, correlation.pads[-2::-2])
+    grid, inside = [], []
+    for shifted, read, whole, before in sizes:
+        start = before if shifted and correlation.padded_by_zeros else 0
+        grid.append(whole if shifted else read)
+        inside.append(slice(start, start + read))
+    padded = correlation.x.new_zeros(records, groups, 1, channels, views, *grid, dtype=dtype)
+    interior: Any = (slice(None), slice(None), 0, ..., *inside)
+    own = padded[interior]
+    moves: list[tuple[Tensor, Tensor]] = []
+    made = padded
+    for axis in reversed([axis for axis, shifted in enumerate(on_input) if shifted]):
+        k, stride = correlation.kernel[axis], correlation.stride[axis]
+        reach = (positions[axis] - 1) * stride + 1
+        seen = made.unfold(5 + axis, reach, correlation.dilation[axis])[..., ::stride].narrow(5 + axis, 0, k)
+        seen = seen.movedim((5 + axis, -1), (2, 6 + axis))
+        target = seen.new_empty(seen.shape)
+        moves.append((target, seen))
+        made = target.flatten(2, 3)
+
+    def shift(x: Tensor) -> Tensor:
+        own[: len(x)].copy_(x)
+        for target, seen in moves:
+            target[: len(x)].copy_(seen[: len(x)])
+        return made[: len(x)].view(-1, offsets * channels, views * math.prod(positions))
 
     return shift
 
