@@ -71,7 +71,7 @@ def maps(network: nn.Module, images: Tensor) -> Tensor:
     return torch.cat([network(few)[0] for few in images.split(PART)])
 
 
-def _train(model: nn.Module, x: Tensor, y: Tensor, multiplier: float, steps: int, seed: int) -> None:
+def _train(model: LastBlock, x: Tensor, y: Tensor, multiplier: float, steps: int, seed: int) -> None:
     """Full steps on all records. The seed makes the figure repeatable; it would void a guarantee."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
@@ -81,6 +81,7 @@ def _train(model: nn.Module, x: Tensor, y: Tensor, multiplier: float, steps: int
     optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=HEAD_LR, momentum=0.7)
     engine = PrivacyEngine(accountant="rdp")
     model.train()
+    model.block.eval()
     private, optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
