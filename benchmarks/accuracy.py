@@ -38,6 +38,7 @@ SHAPED = {"method": "gredp", "noise": "shaped", "block": "0"}
 ABLATIONS: dict[str, dict[str, dict[str, str]]] = {
     "mnist": {
         "as it is": {},
+        "patches and textures instead": {"features": "patches", "lr": "600"},
         "scattering alone, private normalization": ORDERS | {"lr": "2000"},
         "without average of the weights": {"ema": "0"},
         "LeNet-5 from pixels, products in bfloat16": PIXELS | {"model": "lenet5", "precision": "bf16"},
@@ -110,6 +111,8 @@ class Settings:
     part: tyro.conf.Positional[Literal["finals", "ablations"]]
     only: tuple[str, ...] = ()
     """recipes to run"""
+    what: tuple[str, ...] = ()
+    """ablations to run, by name"""
     seeds: int = 3
     workers: int = 1
     pretrained: str | None = None
@@ -129,6 +132,7 @@ def jobs(settings: Settings) -> list[Job]:
         Job(name, max(chosen[name]), seed, what, tuple(changed.items()), HELD_OUT)
         for name in chosen
         for what, changed in ABLATIONS.get(name, {}).items()
+        if not settings.what or what in settings.what
         for seed in range(settings.seeds)
     ]
 

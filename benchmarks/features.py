@@ -6,118 +6,57 @@ A smaller copy of the recipe `cifar10`: RECORDS training records, as many held o
 by as many full steps, with noise in proportion to the records, so that it weighs as it does among 50,000. The
 runs stand for private ones and are none themselves: no ε is claimed for RECORDS records. The same noise meets
 every variant, and differences are taken record by record. The test set is not read.
+
+A run that was stopped resumes: rows of `--out` are kept, if the recipe as it is scores what it scored there.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from learned_features import learned
+from feature_parts import (
+    ALL,
+    DELTA,
+    EPSILON,
+    RECORDS,
+    SHARE,
+    Found,
+    bank_of_records,
+    beside,
+    computed,
+    images,
+    joined,
+    likeness,
+    network,
+    over_the_image,
+    products,
+    waves,
+    whitened,
+)
+from last_block import STEPS, last_block
+from second_order import Preconditioner, certificate, principal, query_multiplier, released, step_multiplier
 from torch import Tensor
 
 import gredp.app.features.patches as patches
-from gredp.app.data import load
-from gredp.app.features.normalize import root
-from gredp.app.features.random_images import random_images
-from gredp.app.features.scattering import Scattering, mirrored
 from gredp.app.recipe import Recipe
 from gredp.privacy.calibrate import calibrate
+from gredp.storage.files import read_json
 from gredp.storage.record import header, save
 
-RECORDS, ALL, SIDE = 8000, 50_000, 32
-EPSILON, DELTA, SEEDS = 2.0, 1e-5, 3
+SEEDS = 3
 RECIPE = Recipe("cifar10").at(EPSILON)
 #: of the recipe's 14,128 features of mean square 1
 LENGTH = math.sqrt(14_128)
-#: share of the budget that a private covariance of patches would get
-SHARE = 0.02
 COMMAND = "python benchmarks/features.py --out results/features.json --learned runs/learned.safetensors"
 
-#: images → `[b, C, cells]`
-Part = Callable[[Tensor], Tensor]
-
-
-def averaged(extract: Part) -> Part:
-    """Over an image and its mirror image; a function of maps `[b, C, h, w]`."""
-    return lambda x: (extract(x) + extract(x.flip(-1)).flip(-1)) / 2
-
-
-def likeness() -> Part:
-    compare = patches.Likeness(3, SIDE, SIDE).float()
-    return averaged(compare)
-
-
-def waves(x: Tensor) -> Tensor:
-    found = Scattering()(x)
-    found = (found + found.flip(-1)[:, mirrored(found.shape[1])]) / 2
-    rows = patches.cells(found.shape[2], patches.SCATTERING_GRID).to(x)
-    return rows @ found @ rows.mT
-
-
-def products() -> Part:
-    """Order two: products of the first 24 whitened directions of a patch, on the same grid."""
-    whitening, _ = patches.bank(3)
-    kernels = whitening.view(-1, 3, patches.SIDE, patches.SIDE).float()[-24:]
-    pairs = torch.triu_indices(24, 24)
-    rows = patches.cells(SIDE - patches.SIDE + 1, patches.GRID).float()
-
-    def extract(x: Tensor) -> Tensor:
-        z = F.conv2d(x, kernels)
-        z = z / (z.square().sum(1, keepdim=True) + patches.FLAT).sqrt()
-        return rows @ (z[:, pairs[0]] * z[:, pairs[1]]) @ rows.mT
-
-    return averaged(extract)
-
-
-def network(path: Path | None) -> Part:
-    """Both blocks of the small network, on a 4×4 grid."""
-    model = learned(path)
-
-    def extract(x: Tensor) -> Tensor:
-        fine, coarse = model(x)
-        return torch.cat([F.avg_pool2d(fine, 2), coarse], 1)
-
-    return averaged(extract)
-
-
-@cache
-def images() -> tuple[Tensor, Tensor, Tensor]:
-    """Records, classes, and the drawn images that channels are whitened by."""
-    data = load("cifar10")
-    which = torch.cat([torch.arange(RECORDS), torch.arange(ALL - RECORDS, ALL)])
-    side = SIDE * 3 // 2
-    cut = slice((side - SIDE) // 2, (side + SIDE) // 2)
-    drawn = random_images(patches.DRAWN, 3, side, patches.SEED)[:, :, cut, cut]
-    return data.x_train[which], data.y_train[which], drawn
-
-
-@torch.no_grad()
-def computed(part: Part) -> tuple[Tensor, Tensor]:
-    """Signed roots of the records' and of the drawn images' features, `[n, C, cells]`."""
-    x, _, drawn = images()
-    of_records, of_drawn = (
-        torch.cat([root(part(few)).flatten(2) for few in some.split(patches.CHUNK)]) for some in (x, drawn)
-    )
-    return of_records, of_drawn
-
-
-def over_the_image(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return found[0].mean(2, keepdim=True), found[1].mean(2, keepdim=True)
-
-
-def whitened(found: tuple[Tensor, Tensor], whiten: bool = True) -> Tensor:
-    records, drawn = found
-    mean, factor = patches.whitening(drawn.double())
-    if not whiten:  # channels standardized by the drawn images
-        factor = torch.diag(1 / drawn.double().transpose(0, 1).flatten(1).std(1).clamp(min=patches.SMALLEST))
-    return patches.whitened(records, mean.float(), factor.float())
+#: what kind of change, its name, and which held-out records are right: `[SEEDS, RECORDS]`
+Variant = tuple[str, str, Callable[[], Tensor]]
 
 
 def accuracies(x: Tensor, **changed: Any) -> Tensor:
@@ -126,7 +65,9 @@ def accuracies(x: Tensor, **changed: Any) -> Tensor:
     steps, lr = changed.get("steps", RECIPE.epochs), changed.get("lr", RECIPE.lr)
     clip, momentum = changed.get("clip_norm", RECIPE.clip_norm), changed.get("momentum", RECIPE.momentum)
     heads = changed.get("heads", 1)  # classifiers from one budget, whose weights are averaged
-    noise = calibrate(EPSILON, DELTA, 1.0, steps * heads) * clip / ALL
+    multiplier = changed.get("multiplier") or calibrate(EPSILON, DELTA, 1.0, steps * heads)
+    precondition = changed.get("precondition", lambda released: released)
+    noise = multiplier * clip / ALL
     x = x * (LENGTH / x.norm(dim=1, keepdim=True))  # the rate was chosen for this length
     x, held = x[:RECORDS], x[RECORDS:]
     labels = F.one_hot(y[:RECORDS], 10)
@@ -140,72 +81,39 @@ def accuracies(x: Tensor, **changed: Any) -> Tensor:
                 residual = (x @ weights.mT).softmax(1) - labels
                 factors = (clip / (residual.norm(dim=1) * LENGTH).clamp(min=1e-12)).clamp(max=1)
                 gradient = (residual * factors[:, None]).mT @ x / RECORDS
-                velocity = (
-                    momentum * velocity + gradient + noise * torch.randn(weights.shape, generator=generator)
-                )
+                gradient = gradient + noise * torch.randn(weights.shape, generator=generator)
+                velocity = momentum * velocity + precondition(gradient)
                 weights = weights - lr * velocity
             average += weights / heads
         right.append((held @ average.mT).argmax(1) == y[RECORDS:])
     return torch.stack(right).double()
 
 
-@contextmanager
-def constants(**values: Any) -> Iterator[None]:
-    """The package's constants changed for a while; what was computed with them is forgotten."""
-    before = {name: getattr(patches, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(patches, name, value)
-        if "bank" not in values:
-            patches.bank.cache_clear()
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(patches, name, value)
-        patches.bank.cache_clear()
-
-
-def bank_of_records(noisy: bool) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Whitening and filters from the covariance of the records' patches, exact or released privately.
-
-    A record adds the mean of x_p x_pᵀ over its patches of norm 1, of Frobenius norm at most 1, and the sum of
-    all gets Gaussian noise on its upper triangle: one query at a SHARE of the budget.
-    """
-    total = torch.zeros(27 * 4, 27 * 4, dtype=torch.float64)
-    for few in images()[0][:RECORDS].split(500):
-        rows = F.unfold(few, patches.SIDE).double().mT
-        rows = F.normalize(rows - rows.mean(2, keepdim=True), dim=2)
-        total += torch.einsum("bpi,bpj->ij", rows, rows) / rows.shape[1]
-    if noisy:
-        multiplier = calibrate(EPSILON, DELTA, 1.0, 1) / math.sqrt(SHARE)
-        draw = torch.randn(total.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        upper = draw.triu(1) / math.sqrt(2)  # each off-diagonal entry is there twice
-        total += (upper + upper.mT + draw.diag().diag()) * multiplier * RECORDS / ALL
-    covariance = total / total.trace() * len(total)
-    variances, directions = torch.linalg.eigh(covariance)
-    variances = variances.clamp(min=0)
-    kept = slice(-patches.DIRECTIONS, None)
-    whitening = (directions / (variances + patches.PATCH_RIDGE).sqrt())[:, kept].mT
-    generator = torch.Generator().manual_seed(patches.SEED)
-    mix = torch.randn(patches.FILTERS, len(variances), generator=generator, dtype=torch.float64)
-    chosen = mix * variances.sqrt() @ directions.mT @ whitening.mT
-    bank = whitening - whitening.mean(1, keepdim=True), chosen / chosen.norm(dim=1, keepdim=True)
-    return lambda channels: bank
-
-
 #: changes of the comparison with patches
 CHANGED: dict[str, Callable[[], dict[str, Any]]] = {
     "256 filters instead of 512": lambda: {"FILTERS": 256},
     "1,024 filters": lambda: {"FILTERS": 1024},
+    "2,048 filters": lambda: {"FILTERS": 2048},
     "patches of 4×4 instead of 6×6": lambda: {"SIDE": 4, "DIRECTIONS": 47},
     "patches of 8×8": lambda: {"SIDE": 8},
     "a 2×2 grid instead of 3×3": lambda: {"GRID": 2},
     "a 4×4 grid": lambda: {"GRID": 4},
     "threshold 0.08 instead of 0.15": lambda: {"THRESHOLD": 0.08},
     "threshold 0.25": lambda: {"THRESHOLD": 0.25},
+    "threshold 0.35": lambda: {"THRESHOLD": 0.35},
+    "threshold 0.25, 1,024 filters": lambda: {"THRESHOLD": 0.25, "FILTERS": 1024},
     "covariance of the records' patches, not private": lambda: {"bank": bank_of_records(False)},
     f"the same, released with {SHARE:.0%} of the budget": lambda: {"bank": bank_of_records(True)},
 }
+#: patches of other sizes beside those of the recipe
+SCALES: dict[str, tuple[dict[str, Any], ...]] = {
+    "patches of 4×4 and 8×8 beside them, 256 filters each": (
+        {"SIDE": 4, "DIRECTIONS": 47, "FILTERS": 256},
+        {"SIDE": 8, "FILTERS": 256},
+    ),
+}
+#: what the sides of an image are divided by, to scatter it once more
+SMALLER = (math.sqrt(2), 2.0)
 #: changes of the classifier
 CLASSIFIERS: dict[str, dict[str, float | int]] = {
     "12 steps instead of 24": {"steps": 12, "lr": 2 * RECIPE.lr},
@@ -215,65 +123,171 @@ CLASSIFIERS: dict[str, dict[str, float | int]] = {
     "gradients clipped at 2": {"clip_norm": 2.0, "lr": RECIPE.lr * 5},
     "the mean of 3 classifiers from one budget": {"heads": 3},
 }
+#: of preconditioned steps: ridges (the mean moment is 1), directions whose moments records release, and the
+#: share of the budget for it
+RIDGES, RELEASED, MOMENTS_SHARE = (10.0, 100.0), 256, 0.05
 
 
-def variants(weights: Path | None) -> Iterator[tuple[str, str, Tensor]]:
-    """What kind of change, its name, and which held-out records are right."""
-    fine, coarse = computed(likeness()), computed(waves)
-    whole = over_the_image(fine)
-    base = [whitened(part) for part in (fine, whole, coarse)]
+def variants(weights: Path | None, folder: Path) -> Iterator[Variant]:
+    @cache
+    def part(name: str) -> Found:
+        if name == "scattering":
+            return computed(lambda: waves, folder / "scattering.pt")
+        return computed(likeness, folder / "patches.pt")
 
-    def joined(*parts: Tensor) -> Tensor:
-        return patches.joined(list(parts)).flatten(1)
+    @cache
+    def base() -> tuple[Found, ...]:
+        fine = part("patches")
+        return whitened(fine), whitened(over_the_image(fine)), whitened(part("scattering"))
 
-    yield "", "as it is", accuracies(joined(*base))
-    yield "parts", "without scattering", accuracies(joined(*base[:2]))
-    yield "parts", "without patches", accuracies(base[2])
-    yield "parts", "without patches over the whole image", accuracies(joined(base[0], base[2]))
-    plain = [whitened(part, whiten=False) for part in (fine, whole, coarse)]
-    yield "parts", "channels standardized, not whitened", accuracies(joined(*plain))
-    yield (
-        "parts",
-        "products within a patch beside them",
-        accuracies(joined(*base, whitened(computed(products())))),
-    )
+    def of(*parts: Found) -> Tensor:
+        return accuracies(joined(*parts)[0])
+
+    def without(place: int) -> Tensor:
+        return of(*(found for i, found in enumerate(base()) if i != place))
+
+    def standardized() -> Tensor:
+        fine, coarse = part("patches"), part("scattering")
+        return of(*(whitened(found, whiten=False) for found in (fine, over_the_image(fine), coarse)))
+
+    def longer(place: int) -> Tensor:
+        found = [(1.5 * x, drawn) if i == place else (x, drawn) for i, (x, drawn) in enumerate(base())]
+        return of(*found)
+
+    def smaller() -> Tensor:
+        names = {size: folder / f"scattering {size:.3f}.pt" for size in SMALLER}
+        found = [computed(partial(partial, waves, size=size), kept) for size, kept in names.items()]
+        return of(*base()[:2], beside(base()[2], *map(whitened, found)))
+
+    def changed(name: str) -> Tensor:
+        found = computed(lambda: likeness(**CHANGED[name]()), folder / f"{name}.pt")
+        return of(whitened(found), whitened(over_the_image(found)), base()[2])
+
+    def scales(name: str) -> Tensor:
+        found = [part("patches")]
+        for settings in SCALES[name]:
+            kept = folder / f"{settings['SIDE']} with {settings['FILTERS']}.pt"
+            found.append(computed(partial(likeness, **settings), kept))
+        fine, whole = beside(*map(whitened, found)), beside(*(whitened(over_the_image(f)) for f in found))
+        return of(fine, whole, base()[2])
+
+    yield "", "as it is", lambda: of(*base())
+    yield "parts", "without scattering", lambda: without(2)
+    yield "parts", "without patches", lambda: of(base()[2])
+    yield "parts", "without patches over the whole image", lambda: without(1)
+    yield "parts", "channels standardized, not whitened", standardized
+    yield "parts", "scattering scaled down by √2 and 2 beside it", smaller
+    inner = partial(computed, products, folder / "products.pt")
+    yield "parts", "products within a patch beside them", lambda: of(*base(), whitened(inner()))
     for name, settings in CLASSIFIERS.items():
-        yield "classifier", name, accuracies(joined(*base), **settings)
+        yield "classifier", name, partial(lambda told: accuracies(joined(*base())[0], **told), settings)
     for what, place in (("patches", 0), ("scattering", 2)):
-        longer = [1.5 * part if i == place else part for i, part in enumerate(base)]
-        yield "classifier", f"{what} half again as long: less noise on them", accuracies(joined(*longer))
-    for name, change in CHANGED.items():
-        with constants(**change()):
-            found = computed(likeness())
-        here = whitened(found), whitened(over_the_image(found)), base[2]
-        yield "patches", name, accuracies(joined(*here))
-    untrained = whitened(computed(network(None)))
-    yield "learned", "an untrained network beside them", accuracies(joined(*base, untrained))
-    if weights is not None:
-        taught = whitened(computed(network(weights)))
-        yield "learned", "a network taught by drawn images beside them", accuracies(joined(*base, taught))
-        yield "learned", "that network alone", accuracies(taught)
+        yield "classifier", f"{what} half again as long: less noise on them", partial(longer, place)
+    yield from second_order(lambda: joined(*base()))
+    for name in CHANGED:
+        yield "patches", name, partial(changed, name)
+    for name in SCALES:
+        yield "patches", name, partial(scales, name)
+    yield from taught(weights, folder, base)
+
+
+def second_order(features: Callable[[], Found]) -> Iterator[Variant]:
+    """Steps preconditioned by second moments of drawn images' features, or of the records', privately."""
+
+    def prepared() -> Found:
+        records, drawn = (x * (LENGTH / x.norm(dim=1, keepdim=True)) for x in features())
+        return records, drawn
+
+    def public(ridge: float, rate: float) -> Tensor:
+        x, drawn = prepared()
+        return accuracies(x, precondition=Preconditioner(*principal(drawn), ridge), lr=rate * RECIPE.lr)
+
+    def before(ridge: float) -> Tensor:
+        x, drawn = prepared()
+        return accuracies(Preconditioner(*principal(drawn), ridge).root(x))
+
+    def private(ridge: float, rate: float) -> Tensor:
+        x, drawn = prepared()
+        query = certificate(query_multiplier(MOMENTS_SHARE, EPSILON, DELTA))
+        noise = query.releases[0].noise_std * RECORDS / ALL
+        moments = released(x[:RECORDS], principal(drawn, RELEASED)[0], LENGTH, noise, patches.SEED)
+        multiplier = step_multiplier(query, EPSILON, DELTA, RECIPE.epochs)
+        settings = {"precondition": Preconditioner(*moments, ridge), "multiplier": multiplier}
+        return accuracies(x, lr=rate * RECIPE.lr, **settings)
+
+    for ridge in RIDGES:
+        told = f"ridge {ridge:g}"
+        yield (
+            "second order",
+            f"features multiplied by a root of drawn images' moments, {told}",
+            partial(before, ridge),
+        )
+        for rate in (1, 2):
+            here = f"{told}, {rate} × the rate"
+            yield (
+                "second order",
+                f"steps preconditioned by drawn images, {here}",
+                partial(public, ridge, rate),
+            )
+            of_records = f"by {RELEASED}² moments of records for {MOMENTS_SHARE:.0%} of the budget, {here}"
+            yield "second order", of_records, partial(private, ridge, rate)
+
+
+def taught(weights: Path | None, folder: Path, base: Callable[[], tuple[Found, ...]]) -> Iterator[Variant]:
+    """A small network, untrained or taught by drawn images."""
+
+    @cache
+    def small(path: Path | None) -> Found:
+        kept = folder / ("untrained.pt" if path is None else "taught.pt")
+        return whitened(computed(partial(network, path), kept))
+
+    def alone(trained: bool) -> Tensor:
+        assert weights is not None
+        x, y, drawn = images()
+        multiplier = calibrate(EPSILON, DELTA, 1.0, STEPS) * RECORDS / ALL
+        data = x[:RECORDS], y[:RECORDS], x[RECORDS:], drawn
+        found = [last_block(weights, *data, multiplier, seed, trained) for seed in range(SEEDS)]
+        return (torch.stack(found) == y[RECORDS:]).double()
+
+    untrained = partial(small, None)
+    yield "learned", "an untrained network beside them", lambda: accuracies(joined(*base(), untrained())[0])
+    if weights is None:
+        return
+    known = partial(small, weights)
+    beside_them = "a network taught by drawn images beside them"
+    yield "learned", beside_them, lambda: accuracies(joined(*base(), known())[0])
+    yield "learned", "that network alone", lambda: accuracies(known()[0])
+    yield "learned", "its last block alone, frozen", lambda: alone(False)
+    yield "learned", "its last block alone, trained privately in the second half", lambda: alone(True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--learned", type=Path, help="weights from learned_features.py")
+    parser.add_argument("--parts", type=Path, default=Path("runs/features"), help="folder for computed parts")
+    parser.add_argument("--only", default="", help="rows whose name or kind contains this; others stay")
     told = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    base, begun = torch.zeros(()), time.monotonic()
-    for kind, name, right in variants(told.learned):
-        base = right if not rows else base
+    rows = {row["changed"]: row for row in read_json(told.out)["rows"]} if told.out.exists() else {}
+    base, begun, order = torch.zeros(()), time.monotonic(), []
+    for kind, name, score in variants(told.learned, told.parts):
+        order.append(name)
+        if kind and (name in rows or told.only not in f"{kind}: {name}"):
+            continue
+        right = score()
+        base = base if kind else right
         gain = (right - base).mean(0)
         row = {"kind": kind, "changed": name, "accuracy": right.mean().item()}
         row |= {"difference": gain.mean().item(), "error": gain.std().item() / math.sqrt(len(gain))}
-        rows.append(row | {"minutes": round((time.monotonic() - begun) / 60, 1)})
-        print(rows[-1], flush=True)
-        facts = {"records": RECORDS, "noise_as_among": ALL, "epsilon": EPSILON, "seeds": SEEDS, "rows": rows}
-        command = (
-            "python benchmarks/features.py --out results/features.json --learned runs/learned.safetensors"
-        )
-        save(told.out, header() | {"command": command} | facts)
+        row["minutes"] = round((time.monotonic() - begun) / 60, 1)
+        before = rows.get(name, row)["accuracy"]
+        if not math.isclose(row["accuracy"], before, abs_tol=1e-3):
+            parser.error(f"{told.out} has rows of another recipe ({before:.4f}): remove it")
+        rows.setdefault(name, row)
+        print(row, flush=True)
+        facts = {"records": RECORDS, "noise_as_among": ALL, "epsilon": EPSILON, "seeds": SEEDS}
+        listed = [rows[name] for name in [*order, *(rows.keys() - set(order))] if name in rows]
+        save(told.out, header() | {"command": COMMAND} | facts | {"rows": listed})
 
 
 if __name__ == "__main__":

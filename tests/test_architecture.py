@@ -140,6 +140,7 @@ def test_random_numbers_are_drawn_in_named_places_only():
         "app/features/dead_leaves.py",
         "app/features/patches.py",
         "app/features/random_images.py",
+        "app/features/random_strokes.py",
         "audit/canaries.py",
         "audit/examples.py",
     }

@@ -22,6 +22,7 @@ from gredp.app.exported import Whole, stock, to_onnx, to_pt2
 from gredp.app.features.patches import FILTERS, Patches
 from gredp.app.features.real_scattering import RealScattering
 from gredp.app.features.scattering import Scattering
+from gredp.app.features.writing import Writing
 from gredp.app.models.resnet import ResNet18
 from gredp.app.predictor import Predictor
 from gredp.app.settings import TrainSettings
@@ -52,6 +53,13 @@ MODELS = {
         image=(1, 12, 13),
         features=Patches().identity(),
     ),
+    "writing": Blueprint(
+        "linear",
+        (81 * (3 * 3 + 2 * 2 + 1), 1, 1),
+        ABC,
+        image=(1, 12, 13),
+        features=Writing().identity(),
+    ),
 }
 
 
@@ -60,7 +68,7 @@ def numbers(*shape):
 
 
 #: graphs that the exporters take seconds for; what they are given is tested for all
-LARGE = ("standardized", "scattering", "patches")
+LARGE = ("standardized", "scattering", "patches", "writing")
 EXPORTED = [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in MODELS]
 
 

@@ -18,6 +18,7 @@ from gredp.app.dataset import centered
 from gredp.app.features.backbone import Backbone
 from gredp.app.features.patches import Patches
 from gredp.app.features.real_scattering import RealScattering
+from gredp.app.features.writing import Writing
 from gredp.app.predictor import Predictor
 from gredp.errors import GredpError
 from gredp.layers import BlockCirculantLinear, SpectralConv2d, WSConv2d
@@ -44,7 +45,7 @@ class Whole(nn.Module):
         self.features: nn.Module | None = None
         if isinstance(extract, Backbone):
             self.features = Frozen(extract)
-        elif isinstance(extract, Patches):
+        elif isinstance(extract, Patches | Writing):
             self.features = extract.network(*self.shape)
         elif extract is not None:
             self.features = RealScattering(*self.shape)

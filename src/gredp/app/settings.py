@@ -86,9 +86,9 @@ class ModelOptions:
     """mlp, lenet-small, lenet5, lenet5-tanh, model3, resnet20, alexnet, cnn-tanh, wrn16-4; with --pretrained
     resnet18-1conv or resnet18-2conv; for features linear, scatter-cnn, mirror-linear or orders-linear
     (scattering only). By default that of the dataset"""
-    features: Literal["none", "scattering", "patches"] = "none"
-    """train on fixed features of each image, cached in the data folder: of wavelets (scattering), or of
-    patches and wavelets, whitened by drawn images (patches)"""
+    features: Literal["none", "scattering", "patches", "writing"] = "none"
+    """train on fixed features of each image, cached in the data folder: of wavelets (scattering), of patches
+    and wavelets, whitened by drawn images (patches), or of wavelets, whitened by drawn strokes (writing)"""
     normalize: float = 0.0
     """share of the privacy budget for means of features and energies of channels, released before training;
     0.02 is plenty, 0 leaves the features as they are"""

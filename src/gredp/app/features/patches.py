@@ -51,7 +51,7 @@ SMALLEST = 1e-3
 #: records at a time: more would leave the processor's cache
 CHUNK = 8
 
-#: of a channel: its mean `[C]`, and what the centered channels are multiplied by `[C, C]`
+#: of a channel: its mean `[C]`, or `[C, cells]`, and what the centered channels are multiplied by `[C, C]`
 Whitening = tuple[Tensor, Tensor]
 
 
@@ -136,7 +136,7 @@ def parts(patches: nn.Module, scattering: Any, x: Tensor) -> list[Tensor]:
 
 def whitened(part: Tensor, mean: Tensor, factor: Tensor) -> Tensor:
     """`[b, C, cells]` → `[b, C·cells]` of length √(C·cells)."""
-    found = (factor @ (part - mean[:, None])).flatten(1)
+    found = (factor @ (part - mean.view(len(mean), -1))).flatten(1)
     return found / (found.square().mean(1, keepdim=True) + FLAT).sqrt()
 
 
@@ -161,13 +161,13 @@ def _parts(
     return patches, tuple((mean.to(kind), factor.to(kind)) for mean, factor in whitenings)
 
 
-def whitening(part: Tensor) -> Whitening:
+def whitening(part: Tensor, ridge: float = RIDGE) -> Whitening:
     """Of `[n, C, cells]`."""
     rows = part.mT.flatten(0, 1)
     mean, deviation = rows.mean(0), rows.std(0).clamp(min=SMALLEST)
     rows = (rows - mean) / deviation
     variances, directions = torch.linalg.eigh(rows.mT @ rows / len(rows))
-    factor = directions / (variances.clamp(min=0) + RIDGE).sqrt() @ directions.mT
+    factor = directions / (variances.clamp(min=0) + ridge).sqrt() @ directions.mT
     return mean, factor / deviation
 
 
