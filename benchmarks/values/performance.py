@@ -104,8 +104,8 @@ def _missed(name: str, cells: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _rule(networks: dict[str, Any]) -> dict[str, Any] | None:
     """a and b of: a private step takes a·parameters + b·records·products longer than a plain one.
 
-    Fitted to the step times of dpsgd and of plain training that keeps its memory too, since what the allocator
-    takes is no cost of privacy; relative errors alike. None for records without these facts.
+    Fitted to the step times of dpsgd and of plain training that keeps its memory too, since what the
+    allocator takes is no cost of privacy; relative errors alike. None for records without these facts.
     """
     known = {name: entry for name, entry in networks.items() if "products" in entry}
     if len(known) < 3:

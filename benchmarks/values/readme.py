@@ -30,9 +30,9 @@ def _lead(networks: dict[str, Any]) -> str:
     kept = sorted(map(over_kept, shown))
     theirs = sorted(map(ahead, shown))
     return (
-        f"A private step takes {ours[0]:.1f} to {ours[-1]:.1f} times a plain one by default, {kept[0]:.1f} to "
-        f"{kept[-1]:.1f} times where plain training\nkeeps its memory as ours does; Opacus' faster mode takes "
-        f"{theirs[0]:.1f} to {theirs[-1]:.1f} times ours."
+        f"A private step takes {ours[0]:.1f} to {ours[-1]:.1f} times a plain one by default, "
+        f"{kept[0]:.1f} to {kept[-1]:.1f} times where plain training\nkeeps its memory as ours does; "
+        f"Opacus' faster mode takes {theirs[0]:.1f} to {theirs[-1]:.1f} times ours."
     )
 
 
