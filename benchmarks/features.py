@@ -266,13 +266,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--learned", type=Path, help="weights from learned_features.py")
     parser.add_argument("--parts", type=Path, default=Path("runs/features"), help="folder for computed parts")
-    parser.add_argument("--only", default="", help="rows whose name or kind contains this; others stay")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="rows whose kind or name contains one of these"
+    )
     told = parser.parse_args()
     rows = {row["changed"]: row for row in read_json(told.out)["rows"]} if told.out.exists() else {}
     base, begun, order = torch.zeros(()), time.monotonic(), []
     for kind, name, score in variants(told.learned, told.parts):
         order.append(name)
-        if kind and (name in rows or told.only not in f"{kind}: {name}"):
+        if kind and (name in rows or not any(word in f"{kind}: {name}" for word in told.only)):
             continue
         right = score()
         base = base if kind else right
