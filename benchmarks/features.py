@@ -271,9 +271,9 @@ def main() -> None:
     )
     told = parser.parse_args()
     rows = {row["changed"]: row for row in read_json(told.out)["rows"]} if told.out.exists() else {}
-    base, begun, order = torch.zeros(()), time.monotonic(), []
-    for kind, name, score in variants(told.learned, told.parts):
-        order.append(name)
+    base, begun, every = torch.zeros(()), time.monotonic(), list(variants(told.learned, told.parts))
+    names = [name for _, name, _ in every]
+    for kind, name, score in every:
         if kind and (name in rows or not any(word in f"{kind}: {name}" for word in told.only)):
             continue
         right = score()
@@ -288,7 +288,8 @@ def main() -> None:
         rows.setdefault(name, row)
         print(row, flush=True)
         facts = {"records": RECORDS, "noise_as_among": ALL, "epsilon": EPSILON, "seeds": SEEDS}
-        listed = [rows[name] for name in [*order, *(rows.keys() - set(order))] if name in rows]
+        others = [name for name in rows if name not in names]  # of a network that is not given this time
+        listed = [rows[name] for name in [*names, *others] if name in rows]
         save(told.out, header() | {"command": COMMAND} | facts | {"rows": listed})
 
 
