@@ -266,13 +266,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--learned", type=Path, help="weights from learned_features.py")
     parser.add_argument("--parts", type=Path, default=Path("runs/features"), help="folder for computed parts")
-    parser.add_argument("--only", default="", help="rows whose name or kind contains this; others stay")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="rows whose kind or name contains one of these"
+    )
     told = parser.parse_args()
     rows = {row["changed"]: row for row in read_json(told.out)["rows"]} if told.out.exists() else {}
-    base, begun, order = torch.zeros(()), time.monotonic(), []
-    for kind, name, score in variants(told.learned, told.parts):
-        order.append(name)
-        if kind and (name in rows or told.only not in f"{kind}: {name}"):
+    base, begun, every = torch.zeros(()), time.monotonic(), list(variants(told.learned, told.parts))
+    names = [name for _, name, _ in every]
+    for kind, name, score in every:
+        if kind and (name in rows or not any(word in f"{kind}: {name}" for word in told.only)):
             continue
         right = score()
         base = base if kind else right
@@ -286,7 +288,8 @@ def main() -> None:
         rows.setdefault(name, row)
         print(row, flush=True)
         facts = {"records": RECORDS, "noise_as_among": ALL, "epsilon": EPSILON, "seeds": SEEDS}
-        listed = [rows[name] for name in [*order, *(rows.keys() - set(order))] if name in rows]
+        others = [name for name in rows if name not in names]  # of a network that is not given this time
+        listed = [rows[name] for name in [*names, *others] if name in rows]
         save(told.out, header() | {"command": COMMAND} | facts | {"rows": listed})
 
 
