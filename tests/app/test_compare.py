@@ -134,7 +134,7 @@ def test_options_that_say_the_usual_reach_every_run_of_a_recipe():
     settings, given = told("--recipe", "mnist", "--epsilon", "2", "--epochs", "20")
     trial = ComparedRun("dpsgd", 0, given, settings.epochs)
     run = resolved(TrainSettings, "train", trial.arguments)
-    assert (run.epsilon, run.epochs, run.lr, run.features) == (2.0, 20, 600.0, "patches")
+    assert (run.epsilon, run.epochs, run.lr, run.features) == (2.0, 20, 1200.0, "writing")
     assert trial.epochs == 20
     assert told("--recipe", "mnist")[0].epochs == 30
 
