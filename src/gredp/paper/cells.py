@@ -87,7 +87,7 @@ TRANSFERRED = ("resnet18-1conv", "resnet18-2conv")
 
 #: the paper's settings, as we read them: it does not name its optimizer (docs/paper.md)
 PAPER = {"batch_size": 500, "optimizer": "adam", "lr": 0.001, "clip_norm": 1.0, "delta": 1e-5}
-#: networks whose runs take hours, a third less in half precision
+#: networks whose runs take hours: in half precision, which is quicker
 LARGE = ("resnet20", "model3", "alexnet", *TRANSFERRED)
 #: seconds of one thread for a thousand records, about: for the time left
 COST = {"lenet5": 0.16, "model3": 2.5, "resnet20": 3.2, "alexnet": 4.8}
