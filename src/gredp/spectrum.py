@@ -223,11 +223,13 @@ class BlockView:
 
     `groups` is `[prod(grid)]` with values below `group_count`, or None for a single group.
     `padded` says that the grid is the padded input's and the block a crop of it.
+    `columns` counts those of the half grid's last axis that are summed; the rest are dropped. None for all.
     """
 
     block: Block
     padded: bool = False
     groups: Tensor | None = None
+    columns: int | None = None
 
     @property
     def axes(self) -> int:
@@ -309,6 +311,15 @@ class BlockView:
         """Of the block's spectrum as it is kept: `[*lead, *half]`."""
         lead = self.block.shape[: len(self.block.shape) - self.axes]
         return (*lead, *self.block.grid[:-1], self.length // 2 + 1) if self.axes else lead
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """The same without the columns that are dropped."""
+        return self.half_shape if self.columns is None else (*self.half_shape[:-1], self.columns)
+
+    def kept_spectrum(self, total: Tensor) -> Tensor:
+        """`[*lead, *grid]` real → its spectrum over the columns that are kept."""
+        return half_fft(total, self.axes)[..., : self.columns]
 
     def noise_parts(self, a: float, b: float) -> Tensor:
         """`[last axis of the half, 2]`: deviations of real and imaginary noise on each coefficient kept.

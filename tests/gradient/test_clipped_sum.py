@@ -83,9 +83,18 @@ def texts() -> Tensor:
     return torch.randint(7, (BATCH, 5), generator=torch.Generator().manual_seed(2))
 
 
+def wide_model() -> nn.Module:
+    """Grids too large for a matrix: spectra by FFT, of even and odd length."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(40, 71), nn.Tanh(), nn.Linear(71, 66), nn.Linear(66, 3)
+    ).double()
+
+
 WORLDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "pictures": (picture_model, pictures),
     "texts": (text_model, texts),
+    "wide": (wide_model, pictures),
 }
 every_world = pytest.mark.parametrize("world", WORLDS)
 

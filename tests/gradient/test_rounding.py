@@ -69,12 +69,15 @@ def test_what_a_record_adds_is_never_longer_than_the_clip_norm(layer, method):
             square = 0.0
             for name, gradient in clipped.gradients.items():
                 one = torch.where(torch.arange(records) == i, clipped.factors[name], 0.0).to(gradient.like)
-                added, view = gradient.weighted_sum(one).double(), step.block_views[name]
-                weights = step.squared_weights[name].double()
-                energy = added.square()
-                if view.groups is not None:
-                    energy = dft(added, view.axes).abs().square()
+                view, weights = step.block_views[name], step.squared_weights[name].double()
+                if view.columns is not None:  # all of them are kept, and all but the first stand for two
+                    energy = gradient.band_sum(one, view).to(torch.complex128).abs().square()
+                    weights = 2 - (torch.arange(view.columns) == 0).double()
+                elif view.groups is not None:
+                    energy = dft(gradient.weighted_sum(one).double(), view.axes).abs().square()
                     weights = weights[view.groups].view(view.block.grid)
+                else:
+                    energy = gradient.weighted_sum(one).double().square()
                 square += float((energy * weights).sum())
             longest = max(longest, square**0.5)
     assert CLIP * (1 - 2e-4) < longest <= CLIP

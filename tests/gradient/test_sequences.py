@@ -7,6 +7,8 @@ import oracles
 from gredp.gradient import norms
 from gredp.gradient.factored import Lookup, Outer, Waves
 from gredp.gradient.per_sample import Dense
+from gredp.privacy.certificate import Block
+from gredp.spectrum import BlockView
 
 
 def outer(records: int, positions: int, o: int, i: int, dtype=torch.float64) -> Outer:
@@ -34,6 +36,21 @@ def test_a_settled_layer_answers_as_the_loop_does(positions, o, i, spectral, mon
         torch.testing.assert_close(kind.squared_norm(), truth.flatten(1).square().sum(1), rtol=1e-9, atol=0)
         torch.testing.assert_close(kind.grid_energy(), oracles.grid_energy(truth, 1), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(kind.weighted_sum(factors), torch.tensordot(factors, truth, 1))
+
+
+@pytest.mark.parametrize("grid", [1, 2])
+@pytest.mark.parametrize("columns", [1, 7, 36])
+@pytest.mark.parametrize(("positions", "o", "i"), [(1, 5, 70), (9, 3, 71), (24, 80, 70), (24, 30, 71)])
+def test_a_band_of_the_sum_is_that_of_its_spectrum(positions, o, i, columns, grid):
+    gradient = outer(5, positions, o, i)
+    factors = torch.arange(5.0, dtype=torch.float64)
+    view = BlockView(Block.whole("w", "l", (o, i), grid), columns=columns)
+    truth = oracles.dft(torch.einsum("b,bto,bti->oi", factors, gradient.left, gradient.right), grid)
+    for kind in (gradient, gradient.compact(True), Dense(gradient.dense())):
+        torch.testing.assert_close(kind.band_sum(factors, view), truth[..., :columns], rtol=1e-9, atol=1e-9)
+    empty = outer(0, positions, o, i).band_sum(factors[:0], view)
+    assert empty.shape == view.kept_shape
+    assert not empty.any()
 
 
 def test_products_are_kept_where_that_saves_a_second_one():

@@ -17,7 +17,7 @@ from torch import Tensor
 from gredp.errors import GredpError
 from gredp.gradient.summation import BoundedSum, empty_sum
 from gredp.randomness import Secret, unit_interval
-from gredp.spectrum import SMALL, BlockView
+from gredp.spectrum import BlockView
 
 #: normal numbers drawn at a time
 AT_ONCE = 1 << 20
@@ -155,7 +155,7 @@ def add_noise(
     bounded.spent = True
     plan = bounded.plan
     values: dict[str, Tensor] = {}
-    for block, draw in _drawn(list(_noised_blocks(bounded, parameters, squared_weights)), source):
+    for block, draw in _drawn(list(_noised_blocks(bounded, parameters)), source):
         view, total, std = block.view, block.total, block.noise_std
         if block.white:
             values[block.name] = total
@@ -185,26 +185,28 @@ def add_noise(
 
 
 def _transformed(block: "_Noised", draw: Tensor, parts: Tensor, weights: Tensor, keeps: bool) -> Tensor:
-    """F⁻¹ of the noisy spectrum, in the place of the sum, a few rows at a time, which stay in cache.
+    """F⁻¹ of the noisy spectrum, a few rows at a time, which stay in cache; in the place of a real sum.
 
     There and back a sum that `keeps` its weights is what it was: F⁻¹((w ⊙ F v + τ)/w) = v + F⁻¹(τ/w). A band
     has weights 1, and 0 outside of it.
     """
-    view, released = block.view, block.total.contiguous()
+    view, total = block.view, block.total.contiguous()
+    released = total.real.new_empty(view.block.shape) if total.is_complex() else total
     rows = math.prod(view.half_shape[: len(view.half_shape) - view.axes])
-    sums = released.view(rows, *view.block.grid)
     draws = draw.view(rows, *draw.shape[draw.dim() - view.axes - 1 :])
-    if block.columns is not None:
-        parts, weights = parts[: block.columns], weights[..., : block.columns, :]
+    if view.columns is not None:
+        parts, weights = parts[: view.columns], weights[..., : view.columns, :]
     parts = parts / weights if keeps else parts * weights
     few = max(1, IN_CACHE * rows // max(1, draws.numel()) if draws.is_cpu else rows)
-    for total, noise in zip(sums.split(few), draws.split(few)):
+    sums = total.view(rows, *total.shape[total.dim() - view.axes :]).split(few)
+    places = released.view(rows, *view.block.grid).split(few)
+    for place, some, noise in zip(places, sums, draws.split(few)):
         noise.mul_(parts)
         if not keeps:
-            spectrum = torch.view_as_real(view.spectrum(total))
-            noise.addcmul_(spectrum if block.columns is None else spectrum[..., : block.columns, :], weights)
+            spectrum = some if some.is_complex() else view.spectrum(some)
+            noise.addcmul_(torch.view_as_real(spectrum), weights)
         values = view.inverse(torch.view_as_complex(noise))
-        total.add_(values) if keeps else total.copy_(values)
+        place.add_(values) if keeps else place.copy_(values)
     return released
 
 
@@ -216,32 +218,22 @@ class _Noised(NamedTuple):
     total: Tensor
     noise_std: float
     white: bool
-    #: of the half grid's last axis, up to the last one that is not dropped; None for all
-    columns: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of its draw; of none where nothing is added."""
-        if self.columns is not None:
-            return (*self.view.half_shape[:-1], self.columns, 2)
         if not self.white:
-            return (*self.view.half_shape, 2)
+            return (*self.view.kept_shape, 2)
         return self.view.block.shape if self.noise_std else (0,)
 
 
-def _noised_blocks(
-    bounded: BoundedSum, parameters: Mapping[str, Tensor], squared_weights: Mapping[str, Tensor]
-) -> Iterator[_Noised]:
+def _noised_blocks(bounded: BoundedSum, parameters: Mapping[str, Tensor]) -> Iterator[_Noised]:
     for group in bounded.plan.groups:
         for name in group.blocks:
             view, total = bounded.block_views[name], bounded.totals.get(name)
             total = empty_sum(view, parameters[name]) if total is None else total
             white = bounded.plan.white_part is not None and view.groups is None and not view.padded
-            dropped = bounded.plan.keep_ratio is not None and view.groups is not None and not view.padded
-            columns = None
-            if dropped and math.prod(view.block.grid) > SMALL:  # where the inverse fills up with zeros
-                columns = int(view.spread(squared_weights[name]).nonzero()[:, -1].max()) + 1
-            yield _Noised(name, view, total, group.noise_std, white, columns)
+            yield _Noised(name, view, total, group.noise_std, white)
 
 
 def _drawn(blocks: list[_Noised], source: NoiseSource) -> Iterator[tuple[_Noised, Tensor | None]]:

@@ -117,8 +117,12 @@ class PerSampleGradient(ABC):
         """`[*shape]`: Σ_b factors_b · gradient_b."""
         return torch.tensordot(factors, self.dense(), 1)
 
+    def band_sum(self, factors: Tensor, view: BlockView) -> Tensor:
+        """The spectrum of `weighted_sum` over the columns that the view keeps."""
+        return view.kept_spectrum(self.weighted_sum(factors))
+
     def stored_sum(self, factors: Tensor) -> Tensor:
-        """The same in the domain that it is stored in, of which `restored` gives the gradient."""
+        """`weighted_sum` in the domain that it is stored in, of which `restored` gives the gradient."""
         return self.weighted_sum(factors)
 
     def restored(self, total: Tensor) -> Tensor:

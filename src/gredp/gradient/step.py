@@ -1,5 +1,6 @@
 """The stages of one step in their order, over one model: capture → clip → sum → noise → inverse."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +17,7 @@ from gredp.gradient.shaping import LearnedShape
 from gredp.gradient.summation import BoundedSum
 from gredp.mechanisms.plan import StepPlan
 from gredp.privacy.certificate import Block
-from gredp.spectrum import BlockView, frequency_groups, low_band
+from gredp.spectrum import SMALL, BlockView, frequency_groups, low_band
 
 #: energy shares, or counts of records; no parameter's name: those have no blanks
 SHARES = "energy shares"
@@ -125,7 +126,11 @@ def _view(block: Block, plan: StepPlan) -> BlockView:
     if len(block.shape) <= 1:  # a bias has no frequencies to speak of: neighboring units are no neighbors
         return BlockView(block, padded)
     if plan.keep_ratio is not None:
-        return BlockView(block, padded, low_band(block.grid, plan.keep_ratio).long())
+        kept, columns = low_band(block.grid, plan.keep_ratio), None
+        if not padded and math.prod(block.grid) > SMALL:  # where the inverse fills up with zeros
+            half = kept.view(block.grid)[..., : block.grid[-1] // 2 + 1]
+            columns = int(half.nonzero()[:, -1].max()) + 1
+        return BlockView(block, padded, kept.long(), columns)
     if plan.shaping is not None and plan.shaping.groups != "layer":
         return BlockView(block, padded, frequency_groups(block.grid, plan.shaping.bands))
     return BlockView(block, padded)  # one group: white within the block

@@ -21,9 +21,10 @@ from gredp.spectrum import BlockView
 class BoundedSum:
     """Σ_i of clipped gradients. Adding or removing one record moves it by a vector of K.
 
-    `totals` are real and shaped as the parameters, or complex on the padded grid; a block that no record
-    reached is absent, which is zero. Where the plan asks for it, `shares` is the sum of the records' energy
-    shares (each of norm at most 1), or of ±½ for each clip group (`adaptive.norm_counts`).
+    `totals` are real and shaped as the parameters, or complex: on the padded grid, or over the columns that a
+    view keeps where it drops some. A block that no record reached is absent, which is zero. Where the plan
+    asks for it, `shares` is the sum of the records' energy shares (each of norm at most 1), or of ±½ for each
+    clip group (`adaptive.norm_counts`).
     """
 
     plan: StepPlan
@@ -42,9 +43,12 @@ class BoundedSum:
             raise GredpError("this sum was released already: records cannot join it any more")
         for name, gradient in clipped.gradients.items():
             factors = clipped.factors[name].to(gradient.like.dtype)
-            if self.block_views[name].padded:
+            view = self.block_views[name]
+            if view.padded:
                 assert isinstance(gradient, Correlation)
                 total = padded_sum(gradient, factors)
+            elif view.columns is not None:
+                total = gradient.band_sum(factors, view)
             else:
                 total = gradient.weighted_sum(factors)
             self.totals[name] = self.totals[name] + total if name in self.totals else total
@@ -68,6 +72,6 @@ class BoundedSum:
 def empty_sum(view: BlockView, like: Tensor) -> Tensor:
     """The sum over no records, in the domain and precision of a sum over some."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if not view.padded:
+    if not view.padded and view.columns is None:
         return torch.zeros(view.block.shape, dtype=dtype, device=like.device)
-    return torch.zeros(view.half_shape, dtype=dtype.to_complex(), device=like.device)
+    return torch.zeros(view.kept_shape, dtype=dtype.to_complex(), device=like.device)
