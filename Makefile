@@ -2,6 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Tests start many processes: without bytecode each would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all check format docs bench audit clean
 
 train: $(VENV)/.ready
