@@ -123,8 +123,9 @@ def test_offsets_shift_the_side_that_is_cheaper_to_copy():
     ],
     ids=str,
 )
+@pytest.mark.parametrize("channels_last", [False, True])
 def test_every_split_of_the_offsets_gives_the_kernels(
-    kernel, stride, dilation, groups, pads, shape, mode, monkeypatch
+    kernel, stride, dilation, groups, pads, shape, mode, channels_last, monkeypatch
 ):
     torch.manual_seed(0)
     x = torch.randn(5, 4, *shape, dtype=torch.float64)
@@ -139,6 +140,8 @@ def test_every_split_of_the_offsets_gives_the_kernels(
         return torch.autograd.grad(y, weight, g[i : i + 1])[0]
 
     truth = torch.stack([gradient(i) for i in range(5)])
+    if channels_last:
+        x, g = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, g))
     for split in product(*[(False, True) if s == 1 else (False,) for s in stride]):
         for chunk in (1, 1 << 20):  # one record at a time, and all at once
             monkeypatch.setattr(kernels, "CHUNK", chunk)
@@ -149,6 +152,17 @@ def test_every_split_of_the_offsets_gives_the_kernels(
             torch.testing.assert_close(found.grid_energy(), energies, rtol=1e-9, atol=1e-9)
             factors = torch.arange(5.0, dtype=torch.float64)
             torch.testing.assert_close(found.weighted_sum(factors), torch.tensordot(factors, truth, 1))
+
+
+def test_layers_of_one_shape_may_lie_in_memory_in_different_ways():
+    """Buffers are reused by the next layer of the same shape, but not by one that is laid out otherwise."""
+    generator, products = torch.Generator().manual_seed(5), Products()
+    x, g = (torch.randn(6, c, 12, 12, generator=generator, dtype=torch.float64) for c in (4, 8))
+    formats = (torch.contiguous_format, torch.channels_last)
+    for here, there in product(formats, formats):
+        maps = x.contiguous(memory_format=here), g.contiguous(memory_format=there)
+        gradient = Correlation(*maps, (3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1))
+        torch.testing.assert_close(gradient.compact(False, products).dense(), gradient.dense())
 
 
 @pytest.mark.parametrize("views", [1, 3])

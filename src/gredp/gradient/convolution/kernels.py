@@ -98,7 +98,7 @@ def kernels_of(
     dtype = torch.bfloat16 if products.rounds(dtype) else dtype
     shapes = [(step, groups, inner, channels, views), (step, groups, outer, outputs, views)]
     shift_input, shift_gradient = products.reuse(
-        (correlation.shapes, shapes, correlation.x.device, dtype),
+        (correlation.shapes, shapes, correlation.x.device, dtype, *map(_channels_last, _maps(correlation))),
         lambda: [_shifts(correlation, (*s, *positions), dtype, g) for s, g in zip(shapes, (False, True))],
     )
     read, end = _reader(correlation), 0
@@ -132,6 +132,26 @@ def _reader(correlation: "Correlation") -> Callable[[slice, slice], tuple[Tensor
     return read
 
 
+def _maps(correlation: "Correlation") -> tuple[Tensor, Tensor]:
+    return correlation.x, correlation.gradient
+
+
+def _channels_last(maps: Tensor) -> bool:
+    """Whether the channels of a position lie side by side, as in `torch.channels_last`."""
+    return maps.shape[1] > 1 and maps.stride(1) == 1
+
+
+def _laid_out_as(maps: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Room for `[records, group, offsets, channels, *]`, in memory as the maps are: copies then run along it.
+
+    Either way offsets and channels merge without a copy, and so do views and positions.
+    """
+    if not _channels_last(maps):
+        return maps.new_empty(shape, dtype=dtype)
+    records, groups, offsets, channels, *places = shape
+    return maps.new_empty(records, groups, *places, offsets, channels, dtype=dtype).movedim((-2, -1), (2, 3))
+
+
 def _shifts(
     correlation: "Correlation", shape: tuple[int, ...], dtype: torch.dtype, gradient: bool
 ) -> Callable[[Tensor], Tensor]:
@@ -148,7 +168,7 @@ def _shifts(
     own = [range(k) if g == gradient else range(1) for k, g in zip(correlation.kernel, correlation.split)]
     if not gradient and sum(len(axis) > 1 for axis in own) > 1:
         return _windows(correlation, shape, dtype)
-    buffer = correlation.x.new_zeros(shape, dtype=dtype)
+    buffer = _laid_out_as(_maps(correlation)[gradient], shape, dtype).zero_()
     moves: list[tuple[Tensor, Any]] = []
     for index, offset in enumerate(product(*own)):
         places = [_overlap(correlation, axis, delta, gradient) for axis, delta in enumerate(offset)]
@@ -180,7 +200,7 @@ def _windows(
         start = before if shifted and correlation.padded_by_zeros else 0
         grid.append(whole if shifted else read)
         inside.append(slice(start, start + read))
-    padded = correlation.x.new_zeros(records, groups, 1, channels, views, *grid, dtype=dtype)
+    padded = _laid_out_as(correlation.x, (records, groups, 1, channels, views, *grid), dtype).zero_()
     interior: Any = (slice(None), slice(None), 0, ..., *inside)
     own = padded[interior]
     moves: list[tuple[Tensor, Tensor]] = []
@@ -190,9 +210,9 @@ def _windows(
         reach = (positions[axis] - 1) * stride + 1
         seen = made.unfold(5 + axis, reach, correlation.dilation[axis])[..., ::stride].narrow(5 + axis, 0, k)
         seen = seen.movedim((5 + axis, -1), (2, 6 + axis))
-        target = seen.new_empty(seen.shape)
-        moves.append((target, seen))
-        made = target.flatten(2, 3)
+        done = seen.shape[3]
+        made = _laid_out_as(correlation.x, (records, groups, k * done, *seen.shape[4:]), dtype)
+        moves.append((made.unflatten(2, (k, done)), seen))
 
     def shift(x: Tensor) -> Tensor:
         own[: len(x)].copy_(x)
