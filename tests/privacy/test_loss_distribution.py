@@ -36,7 +36,16 @@ def exact_epsilon(mu: float, delta: float) -> float:
 # ------------------------------------------------------------------ never below the truth
 
 
-@pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-11, 1e-13, 1e-15])
+@pytest.mark.parametrize(
+    "delta",
+    [
+        1e-5,
+        pytest.param(1e-9, marks=pytest.mark.slow),
+        1e-11,
+        pytest.param(1e-13, marks=pytest.mark.slow),
+        1e-15,
+    ],
+)
 @pytest.mark.parametrize("steps", [1, 100, 10_000, 10**6])
 def test_epsilon_is_never_below_the_closed_form_however_small_delta_is(steps, delta):
     for mu in (0.1, 1.0, 5.0)[: 3 if steps > 1 else 2]:  # so close to rate 1 dp-accounting fails for z = 0.2

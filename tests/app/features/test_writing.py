@@ -31,15 +31,24 @@ def images(*shape):
 def smaller(image, size):
     """`[1, h, w]` → each new pixel the mean over its rectangle, one at a time."""
     old, new = image.shape[1:], [round(side / size) for side in image.shape[1:]]
+    rows, columns = (shares(*sides) for sides in zip(old, new))
     out = torch.zeros(1, *new, dtype=torch.float64)
     for i, j in itertools.product(*map(range, new)):
-        for a, b in itertools.product(*map(range, old)):
-            shares = [
-                max(0.0, min((k + 1) * side / count, at + 1) - max(k * side / count, at)) * count / side
-                for k, at, side, count in zip((i, j), (a, b), old, new)
-            ]
-            out[0, i, j] += image[0, a, b] * shares[0] * shares[1]
+        for (a, upper), (b, left) in itertools.product(rows[i], columns[j]):
+            out[0, i, j] += image[0, a, b] * upper * left
     return out
+
+
+def shares(old, new):
+    """For each new place of a side: the old ones that it covers, and how much of it each of them is."""
+    covered = [
+        [
+            (at, max(0.0, min((k + 1) * old / new, at + 1) - max(k * old / new, at)) * new / old)
+            for at in range(old)
+        ]
+        for k in range(new)
+    ]
+    return [[(at, share) for at, share in place if share] for place in covered]
 
 
 def roots(image, size):

@@ -73,12 +73,25 @@ def lenet5_tanh(input_shape: Shape, classes: int) -> nn.Module:
 
 def model3(input_shape: Shape = (3, 32, 32), classes: int = 10) -> nn.Module:
     """Model-3 of Spectral-DP: three pairs of convolutions."""
-    return convolutional(input_shape, (32, 64, 128), (120, classes), 2)
+    return signal_kept(convolutional(input_shape, (32, 64, 128), (120, classes), 2))
 
 
 def alexnet(input_shape: Shape, classes: int) -> nn.Module:
     """AlexNet at the size of small images."""
-    return convolutional(input_shape, (64, 192, 384, 256, 256), (120, 84, classes))
+    return signal_kept(convolutional(input_shape, (64, 192, 384, 256, 256), (120, 84, classes)))
+
+
+def signal_kept(network: nn.Module) -> nn.Module:
+    """The network with He's initial weights, for many layers without normalization.
+
+    Torch's own shrink a signal by √6 at every layer: after eight of them the first steps see little but
+    biases, and little but noise where there is some.
+    """
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+    return network
 
 
 def cnn_tanh(input_shape: Shape, classes: int) -> nn.Module:
