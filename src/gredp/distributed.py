@@ -43,6 +43,8 @@ _REJECTED = 2**62
 _unfinished = ""
 
 _models = itertools.count(1)
+#: those that this process has joined: a program may train several times
+_groups = itertools.count(1)
 
 
 def world_size() -> int:
@@ -68,9 +70,9 @@ def process_group() -> Iterator[None]:
         raise GredpError(f"GREDP_TIMEOUT_SECONDS must be a number of seconds, not {seconds!r}") from None
     try:
         store, number, world = next(iter(rendezvous("env://", timeout=timeout)))
-        # torchrun keeps its store over restarts, with the addresses of processes that are gone.
+        # torchrun's store keeps the addresses of processes that are gone, and of groups that were left.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"start {start}", store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"start {start}, group {next(_groups)}", store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise GredpError(f"the processes could not join: {_first_line(error)}") from None

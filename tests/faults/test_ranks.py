@@ -261,7 +261,7 @@ def test_a_charge_is_on_the_disk_before_any_process_gets_the_release(folder):
 # ------------------------------------------------------------------ as typed
 
 
-def join(port: int, rank: int, start: int) -> int:
+def join(port: int, rank: int, start: int, groups: int = 1) -> int:
     """A process of a group whose addresses are in a store that outlives it, as that of torchrun does."""
     child = os.fork()
     if child:
@@ -270,10 +270,12 @@ def join(port: int, rank: int, start: int) -> int:
     kept = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": start}
     os.environ.update({name: str(value) for name, value in (where | kept).items()})
     try:
-        time.sleep(rank * start)  # the first one finds what the second left before
-        with process_group():
-            dist.barrier()
-            os._exit(0)
+        for group in range(groups):
+            time.sleep(rank * min(start + group, 1) / 2)  # the first one finds what the second left before
+            with process_group():
+                dist.barrier()
+                if group + 1 == groups:  # gone without a word
+                    os._exit(0)
     finally:
         os._exit(70)
 
@@ -283,6 +285,12 @@ def test_restarted_processes_do_not_look_for_those_that_are_gone():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for start in (0, 1):
         assert ends([join(store.port, rank, start) for rank in (0, 1)], 10) == [0, 0]
+
+
+def test_a_program_may_train_several_times():
+    """Under torchrun the second training waited for addresses of the first one's group, without an end."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ends([join(store.port, rank, start=0, groups=4) for rank in (0, 1)], 10) == [0, 0]
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.Popen:
