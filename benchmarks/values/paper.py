@@ -38,18 +38,16 @@ def values() -> dict[str, Any]:
             place = line.cell.model, line.cell.dataset
             compared.setdefault(place, {})[line.cell.row] = _compared(line)
     lenet5 = compared.pop(("lenet5", "mnist"))
+    larger = {where: rows for where, rows in compared.items() if {"plain", "gredp-claimed"} <= rows.keys()}
     return {
         "paper": PAPER,
         "epochs": EPOCHS,
         "alpha": max((record["audit"]["alpha"] for record in records if "audit" in record), default=0.01),
         "lenet5": lenet5,
-        "larger": {
-            where: rows for where, rows in compared.items() if {"plain", "gredp-claimed"} <= rows.keys()
-        },
+        "larger": larger,
         "half": [network for network in LARGE if network in {model for model, _ in compared}],
         "worst": max(abs(lenet5[row]["off"]) for row in ORDER),
-        "networks": [x for x in HEADLINE if not any(line.cell.model == x for line in untuned)],
-        "transfer": any(line.cell.transferred for line in untuned),
+        "networks": [x for x in HEADLINE if x != "lenet5" and not any(x == model for model, _ in larger)],
         "order": _order([*untuned, *recorded("figure-epsilon")]),
         "layers": {
             x.cell.model: clipped_layers(x.records[0]["guarantee"])
