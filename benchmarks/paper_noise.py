@@ -9,8 +9,8 @@ headline ε. One of them is σ/√(2B): what public code of Spectral-DP effectiv
 the accuracy on the test set, once, after the last epoch, and the proven ε: where the accuracies cross the
 paper's figure, the ε that its figure needs can be read off. Nothing is tuned.
 
-With another `--clip-norm` the noise stays what it is at norm 1: what changes is how much of a record's gradient
-is left, and ε. A norm of 500, the batch size, on gradients of the sum is a norm of 1 on those of the mean loss.
+With another `--clip-norm` the noise stays what it is at norm 1: what changes is how much of a record's
+gradient is left, and ε. A norm of 500, the batch size, is a norm of 1 on gradients of the mean loss.
 """
 
 import argparse

@@ -257,7 +257,8 @@ def _noise() -> list[dict[str, Any]]:
     """Each network at several noise scales, and between which of them it meets the paper's figure."""
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for cell in load("paper_noise")["cells"].values():
-        alike.setdefault((cell["network"], cell["epochs"], cell["lr"]), []).append(cell)
+        cell = {"clip_norm": 1.0} | cell
+        alike.setdefault((cell["network"], cell["epochs"], cell["lr"], cell["clip_norm"]), []).append(cell)
     return [_noise_of(found) for found in alike.values()]
 
 
@@ -270,6 +271,7 @@ def _noise_of(found: list[dict[str, Any]]) -> dict[str, Any]:
         "network": network,
         "epochs": by_noise[0]["epochs"],
         "lr": by_noise[0]["lr"],
+        "clip_norm": by_noise[0]["clip_norm"],
         "paper": paper,
         "claimed": HEADLINE[network],
         "rows": [
