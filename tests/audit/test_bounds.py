@@ -80,6 +80,7 @@ def test_an_infinite_epsilon_cannot_be_refuted():
     assert excess(Rates(1e-9, 1e-9), Claim((Entry(0.0, 1.0, 1),))) == -math.inf
 
 
+@pytest.mark.slow
 def test_the_multiplier_of_a_sampled_run_is_found_from_the_refuted_side():
     claim = Claim((Entry(1.0, 0.5, 4),))
     found = Rates(0.02, 0.35)
