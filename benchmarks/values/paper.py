@@ -10,7 +10,7 @@ from typing import Any
 
 from gredp.paper.cells import EPOCHS, EPSILONS, LARGE, PAPER, TUNING, Cell, Target, cells, title
 from gredp.paper.figures import draw_dynamics, draw_epsilon
-from gredp.paper.paper import ABLATIONS, HEADLINE
+from gredp.paper.paper import ABLATIONS, FROM_SCRATCH, HEADLINE
 from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
@@ -73,6 +73,7 @@ def values() -> dict[str, Any]:
         "readings": _readings(),
         "literal": _literal(),
         "noise": _noise(),
+        "unaugmented": _unaugmented(),
         "missing": {target: _missing(target) for target in TARGETS},
         "runs": len(records),
         "hours": sum(record.get("seconds", 0.0) for record in records) / 3600,
@@ -282,6 +283,14 @@ def _noise_of(found: list[dict[str, Any]]) -> dict[str, Any]:
         "enough": _proven(meets[-1]) if meets else None,
         "too_little": _proven(below[0]) if meets and below else None,
     }  # fmt: skip
+
+
+def _unaugmented() -> dict[str, float]:
+    """Model-3 without noise on images as they are."""
+    record = load("paper_unaugmented")
+    best = max(epoch["test_accuracy"] for epoch in record["metrics"])
+    here = {"epochs": len(record["metrics"]), "last": 100 * record["test_accuracy"], "best": 100 * best}
+    return here | {"paper": FROM_SCRATCH["model3"]["plain"][0]}
 
 
 def _missing(target: Target) -> list[dict[str, Any]]:

@@ -86,13 +86,14 @@ def by_setting(found: Iterable[Line]) -> dict[str, list[Line]]:
     return tables
 
 
-def paper_figure(cell: Cell) -> float | None:
-    """What the paper prints for the cell; for our own rows, the figure that its method claims.
+#: settings of which the paper says nothing, so it has the same figure for any
+UNSAID = ("precision", "augment")
 
-    It says nothing of precision, so it has the same figure for any.
-    """
+
+def paper_figure(cell: Cell) -> float | None:
+    """What the paper prints for the cell; for our own rows, the figure that its method claims."""
     epsilon = 0 if cell.row == "plain" else cell.epsilon
-    asked = {key: value for key, value in cell.settings.items() if key != "precision"}
+    asked = {key: value for key, value in cell.settings.items() if key not in UNSAID}
     changed = {key: value for key, value in asked.items() if PAPER.get(key) != value}
     row = "gredp-claimed" if cell.row in ("gredp", "shaped") else cell.row
     printed = TRANSFER[cell.dataset] if cell.transferred else FROM_SCRATCH
