@@ -73,6 +73,9 @@ def values() -> dict[str, Any]:
         "readings": _readings(),
         "literal": _literal(),
         "noise": _noise(),
+        "held_back": _held_back(untuned),
+        "unclipped": _unclipped(),
+        "explained": all(here["last"] >= here["paper"] - 2 for here in _unclipped()),
         "unaugmented": _unaugmented(),
         "missing": {target: _missing(target) for target in TARGETS},
         "runs": len(records),
@@ -291,6 +294,35 @@ def _unaugmented() -> dict[str, float]:
     best = max(epoch["test_accuracy"] for epoch in record["metrics"])
     here = {"epochs": len(record["metrics"]), "last": 100 * record["test_accuracy"], "best": 100 * best}
     return here | {"paper": FROM_SCRATCH["model3"]["plain"][0]}
+
+
+def _unclipped() -> list[dict[str, Any]]:
+    """Networks with the noise of the claim, clipped where a clip of mean losses would."""
+    return [
+        {
+            "network": cell["network"],
+            "last": cell["accuracy"],
+            "paper": cell["paper"],
+            "proven": _proven(cell),
+        }
+        for cell in load("paper_noise")["cells"].values()
+        if (cell["fraction"], cell.get("clip_norm", 1.0)) == (1.0, PAPER["batch_size"])
+    ]
+
+
+def _held_back(untuned: list[Line]) -> dict[str, Any] | None:
+    """ResNet-20 clipped but not noised, and its rows without either and with both after as many epochs."""
+    clipped = [
+        cell
+        for cell in load("paper_noise")["cells"].values()
+        if (cell["network"], cell["fraction"], cell.get("clip_norm", 1.0)) == ("resnet20", 0.0, 1.0)
+    ]
+    rows = {line.cell.row: line.records[0]["metrics"] for line in untuned if line.cell.model == "resnet20"}
+    if not clipped or not {"plain", "gredp-claimed"} <= rows.keys():
+        return None
+    epochs = clipped[0]["epochs"]
+    after = {row: 100 * metrics[epochs - 1]["test_accuracy"] for row, metrics in rows.items()}
+    return {"epochs": epochs, "clipped": clipped[0]["accuracy"], **after}
 
 
 def _missing(target: Target) -> list[dict[str, Any]]:
