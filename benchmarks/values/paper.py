@@ -8,9 +8,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from gredp.paper.cells import EPOCHS, EPSILONS, LARGE, PAPER, TUNING, Cell, Target, cells, title
+from gredp.paper.cells import CLIP_NORMS, EPOCHS, EPSILONS, LARGE, PAPER, TUNING, Cell, Target, cells, title
 from gredp.paper.figures import draw_dynamics, draw_epsilon
-from gredp.paper.paper import ABLATIONS, FROM_SCRATCH, HEADLINE
+from gredp.paper.paper import ABLATIONS, CLIPPING, FROM_SCRATCH, HEADLINE
 from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
@@ -76,6 +76,7 @@ def values() -> dict[str, Any]:
         "held_back": _held_back(untuned),
         "unclipped": _unclipped(),
         "explained": all(here["last"] >= here["paper"] - 2 for here in _unclipped()),
+        "table3_resnet20": [CLIPPING["resnet20"][norm][2.0] for norm in CLIP_NORMS],
         "unaugmented": _unaugmented(),
         "missing": {target: _missing(target) for target in TARGETS},
         "runs": len(records),
