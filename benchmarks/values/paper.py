@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from gredp.paper.cells import CLIP_NORMS, EPOCHS, EPSILONS, LARGE, PAPER, TUNING, Cell, Target, cells, title
@@ -254,8 +254,12 @@ def _literal() -> list[tuple[str, ...]]:
 
 
 def _proven(cell: dict[str, Any]) -> str:
+    """ε that is proven, rounded up; two digits of a very large one."""
     spent = float(cell["guarantee"]["proven_epsilon"])
-    return "∞" if math.isinf(spent) else f"{round_up(spent, 2)}"
+    if math.isinf(spent):
+        return "∞"
+    unit = 10 ** (math.floor(math.log10(spent)) - 1)
+    return f"{math.ceil(spent / unit) * unit:.1e}" if spent > 1e6 else f"{round_up(spent, 2)}"
 
 
 def _noise() -> list[dict[str, Any]]:
@@ -263,30 +267,33 @@ def _noise() -> list[dict[str, Any]]:
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for cell in load("paper_noise")["cells"].values():
         cell = {"clip_norm": 1.0} | cell
-        alike.setdefault((cell["network"], cell["epochs"], cell["lr"], cell["clip_norm"]), []).append(cell)
+        alike.setdefault((cell["network"], cell["epochs"], cell["lr"]), []).append(cell)
     return [_noise_of(found) for found in alike.values()]
 
 
 def _noise_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    by_noise = sorted(found, key=lambda cell: cell["fraction"])
-    network, paper = by_noise[0]["network"], by_noise[0]["paper"]
-    meets = [cell for cell in by_noise if cell["accuracy"] >= paper]
-    below = [cell for cell in by_noise if cell["accuracy"] < paper]
+    by_noise = sorted(found, key=lambda cell: (cell["clip_norm"], cell["fraction"]))
+    norms = {norm: list(cells) for norm, cells in groupby(by_noise, lambda cell: cell["clip_norm"])}
     return {
-        "network": network,
-        "epochs": by_noise[0]["epochs"],
-        "lr": by_noise[0]["lr"],
-        "clip_norm": by_noise[0]["clip_norm"],
-        "paper": paper,
-        "claimed": HEADLINE[network],
+        **{key: by_noise[0][key] for key in ("network", "epochs", "lr", "paper")},
+        "claimed": HEADLINE[by_noise[0]["network"]],
         "rows": [
-            (f"{cell['fraction']:.3f}", f"{cell['fraction'] * cell['claimed_sigma']:.3f}", _proven(cell),
-             f"{cell['accuracy']:.1f}")
+            (f"{cell['clip_norm']:g}", f"{cell['fraction']:.3f}", _proven(cell), f"{cell['accuracy']:.1f}")
             for cell in by_noise
         ],
+        "norms": {norm: _reached(cells) for norm, cells in norms.items()},
+    }
+
+
+def _reached(by_noise: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest noise scale that meets the paper's figure, and the least that does not."""
+    meets = [cell for cell in by_noise if cell["accuracy"] >= cell["paper"]]
+    below = [cell for cell in by_noise if cell["accuracy"] < cell["paper"]]
+    return {
+        "from_none": by_noise[0]["fraction"] == 0,
         "enough": _proven(meets[-1]) if meets else None,
         "too_little": _proven(below[0]) if meets and below else None,
-    }  # fmt: skip
+    }
 
 
 def _unaugmented() -> dict[str, float]:
