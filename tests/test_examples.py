@@ -40,6 +40,7 @@ def test_it_runs(name, arguments, capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out.count("proven ε") == (5 if name == "compare_methods.py" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.pages
 def test_the_notebook_runs_from_a_table_to_predictions(capsys, monkeypatch, tmp_path):
     """Its cells in order, as Jupyter would; it is kept without outputs."""

@@ -145,7 +145,10 @@ def test_nothing_is_pickled_and_no_path_is_told(model):
         assert b"gredp/app" not in content
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("patches", "writing"))) for name in MODELS],
+)
 def test_stock_layers_say_what_the_model_says(name, tmp_path):
     """What the exporters are given."""
     model = of_blueprint(MODELS[name], tmp_path)

@@ -137,7 +137,8 @@ def stop_before_noise(rank: int, stopped: int) -> None:
 
 
 @pytest.mark.fault("lost rank")
-@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_a_process_that_hangs_is_given_up_and_the_run_goes_on(folder, stopped):
     children = start_many(folder, 2, train_arguments(folder), lambda rank: stop_before_noise(rank, stopped))
     begun = time.monotonic()

@@ -99,7 +99,8 @@ def test_the_papers_figures_stand_beside_the_right_cells():
 SOME = ("gredp-claimed",)
 
 
-@pytest.mark.parametrize("only", [SOME, pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("only", [SOME, ()])
 def test_smoke_runs_once_and_shows_claimed_beside_proven(only, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if only:

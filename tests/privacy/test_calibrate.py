@@ -111,7 +111,7 @@ def test_calibrated_epsilon_is_within_the_target_and_z_the_least_on_random_cases
         ("rdp", (8.0, 1e-6, 0.2, 3)),
         ("rdp", (0.3, 1e-5, 0.001, 5000)),
         ("rdp", (2.0, 1e-5, 1.0, 40)),
-        ("pld", (3.0, 1e-5, 0.1, 30)),
+        pytest.param("pld", (3.0, 1e-5, 0.1, 30), marks=pytest.mark.slow),
         ("pld", (0.05, 1e-7, 1.0, 5000)),
         ("pld", (20.0, 1e-3, 1.0, 1)),
     ],
