@@ -48,7 +48,7 @@ ABLATED: dict[str, dict[str, tuple[float, ...]]] = {
         "resnet20": (0.001, 0.01, 0.025),
     },
 }
-#: fixed before any run: about as many as training without noise needs to meet the paper's figure for it
+#: fixed before a run: about as many as training without noise needs to meet the paper's figure for it
 EPOCHS = {"lenet-small": 10, "lenet5": 30, "resnet20": 15, "model3": 18, "alexnet": 8}
 EPOCHS |= {"resnet18-1conv": 3, "resnet18-2conv": 3}
 #: by default one seed; Table 1 has more of these
