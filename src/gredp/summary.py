@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.random import fork_rng
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gredp.gradient.norms import full_precision
 from gredp.gradient.per_sample import PerSampleGradient, add
-from gredp.gradient.rules import full_precision
 from gredp.gradient.units import Unit, find_units, noting
 from gredp.mechanisms.plan import Needs
 

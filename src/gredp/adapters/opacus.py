@@ -3,7 +3,8 @@
 from opacus.grad_sample import register_grad_sampler, register_norm_sampler
 from torch import Tensor, nn
 
-from gredp.gradient.rules import full_precision, rule_for
+from gredp.gradient.norms import full_precision
+from gredp.gradient.rules import rule_for
 from gredp.layers import BlockCirculantLinear, SpectralConv2d
 
 Samples = dict[nn.Parameter, Tensor]

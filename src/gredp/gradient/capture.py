@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gredp.errors import GredpError
 from gredp.gradient.batch_dimension import RowsOnZeros
-from gredp.gradient.graph import frees_graph, in_backward, in_graph, reaches_weights
+from gredp.gradient.graph import frees_graph, in_backward, in_graph, moments, reaches_weights
 from gredp.gradient.received import Forward, Received
-from gredp.gradient.rules import embedding_bag, weighted_bags
+from gredp.gradient.rules import embedding_bag, group_norm, weighted_bags
 from gredp.gradient.shared import Shared, is_shared
 from gredp.gradient.state import UntrainedState
 from gredp.gradient.units import blocks, find_units
@@ -197,6 +197,8 @@ class Capture(Received):
             )
         forward, versions = self._running(), [t._version for t in inputs]
         # The hook lives as long as the loss; what it keeps must not, or no input would be freed before.
+        found = moments(out) if unit.rule is group_norm and not (axis or shared) else None
+        known = {} if found is None else {"moments": found}
         kept: list[Any] = [(x, inputs, (leaves, spec, places, axis))]
 
         def receive(grad: Tensor) -> None:
@@ -210,7 +212,7 @@ class Capture(Received):
             if versions != [t._version for t in inputs]:
                 raise GredpError(f"{unit.name}: its input was overwritten in place before the backward")
             grad = grad.detach().transpose(0, axis) if axis else grad.detach()
-            self._receive(unit, forward, x, grad, call)
+            self._receive(unit, forward, x, grad, call, known)
             if frees_graph():
                 kept.clear()
 

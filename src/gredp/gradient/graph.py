@@ -43,6 +43,20 @@ class _Fresh(torch.autograd.Function):
         return grad, None
 
 
+def moments(out: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Means and inverse deviations by which a group normalization made `out`, if autograd keeps them.
+
+    `[b, groups]` in single precision at least. Not where saved tensors are packed away: that of a checkpoint
+    would run the forward again.
+    """
+    node: Any = out.grad_fn
+    packing = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "not known")
+    if node is None or node.name() != "NativeGroupNormBackward0" or packing(True) is not None:
+        return None
+    mean, scale = node._saved_result1, node._saved_result2
+    return None if mean.dtype in (torch.float16, torch.bfloat16) else (mean.detach(), scale.detach())
+
+
 def in_backward() -> bool:
     """A forward in it is that of a checkpoint, run again."""
     return bool(torch._C._current_graph_task_id() != -1)

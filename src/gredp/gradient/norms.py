@@ -21,6 +21,11 @@ LONG = 1024
 FEW = 1 << 15
 
 
+def full_precision(x: Tensor) -> Tensor:
+    """Norms and sums are taken in single precision at least."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def squares(m: Tensor) -> Tensor:
     """`[b, *]` → `[b]`: sums of squares in double precision, right to PIECE roundings of m's own.
 

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gredp.errors import GredpError
+from gredp.gradient.norms import full_precision
 from gredp.gradient.per_sample import PerSampleGradient, PerSampleSpectra, Products, add
 from gredp.gradient.reduction import LossReduction
-from gredp.gradient.rules import Call, Gradients, exact, full_precision, generic
+from gredp.gradient.rules import TAKE_HALF, TAKE_HALF_FOR_PRODUCTS, Call, Gradients, exact, generic
 from gredp.gradient.units import Unit
 from gredp.mechanisms.plan import Needs
 from gredp.storage.files import one_line
@@ -99,7 +101,10 @@ class Received:
         finally:
             self._paused = False
 
-    def _receive(self, unit: Unit, forward: Forward, x: Tensor, g: Tensor, call: Call) -> None:
+    def _receive(
+        self, unit: Unit, forward: Forward, x: Tensor, g: Tensor, call: Call, known: dict[str, Any]
+    ) -> None:
+        """`known` is what the unit's rule takes of the forward beside its input."""
         if forward not in self.forwards:
             self._reject_other_draw(forward)
             self.reduction.look(unit.name, g)
@@ -122,8 +127,10 @@ class Received:
                 "after the division by the batch, which couples its records: use loss_reduction='sum', the "
                 "sum of the records' losses and a learning rate divided by the batch size, or float32"
             )
+        if not self._takes_half(unit, x, g):
+            x, g = full_precision(x), full_precision(g)
         with exact(g.device):
-            gradients = self._gradients(unit, full_precision(x), full_precision(g), call)
+            gradients = self._gradients(unit, x, g, call, known)
         unit.check(gradients, self._batch // self.views)
         for name, gradient in gradients.items():
             full = unit.parameters.get(name)
@@ -131,6 +138,12 @@ class Received:
                 continue  # absent (no bias), or frozen by now
             held = self._pending.get(full)
             self._pending[full] = gradient if held is None else add(held, gradient, self._grid_axes[full])
+
+    def _takes_half(self, unit: Unit, x: Tensor, g: Tensor) -> bool:
+        """Whether the unit's rule has no need of copies in single precision."""
+        kept_rounded = self.rounded and self.needs != "inputs"
+        taking = unit.rule in TAKE_HALF or (kept_rounded and unit.rule in TAKE_HALF_FOR_PRODUCTS)
+        return taking and torch.float16 not in (x.dtype, g.dtype)
 
     def _reject_other_draw(self, forward: Forward) -> None:
         if all(forward.shares_a_draw_with(other) for other in self.forwards[:1]):
@@ -146,7 +159,7 @@ class Received:
             "a generator's does, leaves some too); for batches too large for memory use BatchMemoryManager"
         )
 
-    def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call) -> Gradients:
+    def _gradients(self, unit: Unit, x: Tensor, g: Tensor, call: Call, known: dict[str, Any]) -> Gradients:
         """By the unit's rule, or the generic one; errors name the layer."""
         try:
             if unit.rule is None:
@@ -154,7 +167,7 @@ class Received:
                     gradients = generic(unit.layer, list(unit.parameters), g, call)
             else:
                 with torch.no_grad():
-                    gradients = unit.rule(unit.layer, x, g)
+                    gradients = unit.rule(unit.layer, x, g, **known)
         except GredpError as error:
             raise GredpError(f"{unit.name}: {error}") from None
         except (RuntimeError, TypeError) as error:

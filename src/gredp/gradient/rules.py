@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from gredp.errors import GredpError
 from gredp.gradient.convolution import Correlation
 from gredp.gradient.factored import Circulant, Lookup, Outer
+from gredp.gradient.norms import full_precision
 from gredp.gradient.per_sample import Dense, PerSampleGradient
 from gredp.gradient.standardized import Standardized
 from gredp.layers import BlockCirculantLinear, WSConv2d
@@ -27,7 +28,7 @@ from gredp.layers.block_circulant import to_blocks
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Gradients = dict[str, PerSampleGradient]
 #: of a layer of the type it is registered for
-Rule = Callable[[Any, Tensor, Tensor], Gradients]
+Rule = Callable[..., Gradients]
 #: the flattened arguments of a layer's call, their structure, which are its inputs, and their batch dimension
 Call = tuple[list[Any], TreeSpec, list[int], int]
 
@@ -92,14 +93,19 @@ def convolution(layer: Convolution, x: Tensor, g: Tensor) -> dict[str, Correlati
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution_with_bias(layer: Convolution, x: Tensor, g: Tensor) -> Gradients:
-    return {**convolution(layer, x, g), "bias": Dense(g.flatten(2).sum(2))}
+    return {**convolution(layer, x, g), "bias": Dense(_over_positions(g))}
 
 
 @register_rule(WSConv2d)
 def standardized_convolution(layer: WSConv2d, x: Tensor, g: Tensor) -> Gradients:
     kernels = convolution(layer, x, g)["weight"]
     units, scales = (full_precision(t) for t in layer.standardized())
-    return {"weight": Standardized(kernels, units, scales), "bias": Dense(g.flatten(2).sum(2))}
+    return {"weight": Standardized(kernels, units, scales), "bias": Dense(_over_positions(g))}
+
+
+def _over_positions(g: Tensor) -> Tensor:
+    """`[b, o, *]` → `[b, o]`."""
+    return g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32))
 
 
 @register_rule(nn.Embedding)
@@ -146,8 +152,11 @@ def weighted_bags(
 
 
 @register_rule(nn.GroupNorm)
-def group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Gradients:
-    return _grouped(layer.num_groups, layer.eps, x, g)
+def group_norm(
+    layer: nn.GroupNorm, x: Tensor, g: Tensor, moments: tuple[Tensor, Tensor] | None = None
+) -> Gradients:
+    """`moments` are those of the forward (`graph.moments`); without them they are taken again."""
+    return _grouped(layer.num_groups, layer.eps, x, g, moments)
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -155,16 +164,23 @@ def instance_norm(layer: nn.InstanceNorm2d, x: Tensor, g: Tensor) -> Gradients:
     return _grouped(x.shape[1], layer.eps, x, g)
 
 
-def _grouped(groups: int, eps: float, x: Tensor, g: Tensor) -> Gradients:
+def _grouped(
+    groups: int, eps: float, x: Tensor, g: Tensor, moments: tuple[Tensor, Tensor] | None = None
+) -> Gradients:
     """All records as the channels of one: torch's own kernels then keep their sums apart."""
     b, c, t = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     if b == 0:
         return {name: Dense(g.new_zeros(0, c)) for name in ("weight", "bias")}
     x, g = x.reshape(1, b * c, t), g.reshape(1, b * c, t)
     sizes = (1, b * c, t, b * groups)
-    _, mean, scale = torch.ops.aten.native_group_norm(x, None, None, *sizes, eps)
+    if moments is None or g.dtype != x.dtype:
+        x, g = full_precision(x), full_precision(g)
+    if moments is None:
+        moments = torch.ops.aten.native_group_norm(x, None, None, *sizes, eps)[1:]
+    mean, scale = (m.view(1, b * groups) for m in moments)
+    # With means in single precision the sums are too, of inputs in half precision as well.
     _, weight, bias = torch.ops.aten.native_group_norm_backward(
-        g, x, mean, scale, x.new_ones(b * c), *sizes, [False, True, True]
+        g, x, mean, scale, mean.new_ones(b * c), *sizes, [False, True, True]
     )
     return {"weight": Dense(weight.view(b, c)), "bias": Dense(bias.view(b, c))}
 
@@ -192,6 +208,11 @@ def _positions(x: Tensor) -> Tensor:
     if x.dim() < 2:
         raise GredpError(f"a linear layer got a record without a batch dimension: {tuple(x.shape)}")
     return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+
+
+#: rules that take bfloat16 as it is; those of convolutions where products of it are rounded to it anyway
+TAKE_HALF = frozenset({group_norm})
+TAKE_HALF_FOR_PRODUCTS = frozenset({convolution_with_bias})
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
@@ -264,8 +285,3 @@ def exact(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """Norms and sums are taken in single precision at least."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -14,7 +14,7 @@ from torch import Tensor
 from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gram
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
 from gredp.gradient.convolution.kernels import kernels_of
-from gredp.gradient.norms import KEPT, parts, squares
+from gredp.gradient.norms import KEPT, full_precision, parts, squares
 from gredp.gradient.per_sample import InPieces, PerSampleGradient, Products
 
 
@@ -26,6 +26,8 @@ class Correlation(PerSampleGradient):
     unfolded windows, a few records at a time so that they stay in cache, and keep it for the sum where
     all of them fit; or take two Gram matrices, which is cheaper where the map is small and the kernel
     large, and leave the sum to one ordinary weight gradient.
+
+    Maps may be in bfloat16 until `compact`, whose products are rounded to it then.
     """
 
     x: Tensor  # [b · v, c, *input]
@@ -74,13 +76,19 @@ class Correlation(PerSampleGradient):
         """Kernels in place of maps, where that is the quicker way and they fit."""
         fit = self.batch * math.prod(self.shape) <= KEPT
         if not fit or prefer_gram(self.geometry, spectral):
-            return self
-        return self._materialized(spectral, products)
+            return self._full
+        of_maps = self if self.padded_by_zeros else self._full
+        return of_maps._materialized(spectral, products)
+
+    @property
+    def _full(self) -> "Correlation":
+        return replace(self, x=full_precision(self.x), gradient=full_precision(self.gradient))
 
     def _materialized(self, spectral: bool = False, products: Products | None = None) -> PerSampleGradient:
         layout = self.layout()
         sizes = [len(range(self.batch)[part]) for part in parts(self.batch, math.prod(layout))]
-        values = [self.x.new_empty(size, *layout) for size in sizes]
+        single = torch.promote_types(self.x.dtype, torch.float32)
+        values = [self.x.new_empty(size, *layout, dtype=single) for size in sizes]
         made = kernels_of(self, values, products)
         if spectral:
             return InPieces.of(replace(piece, energies=piece.grid_energy()) for piece in made)

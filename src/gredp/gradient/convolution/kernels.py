@@ -94,7 +94,7 @@ def kernels_of(
     step = max(1, min(chunk // max(1, copies * correlation.views + result), most))
     fit = max(1, chunk // max(1, copies))
     views = max(d for d in range(1, correlation.views + 1) if correlation.views % d == 0 and d <= fit)
-    products, dtype = products or Products(), correlation.x.dtype
+    products, dtype = products or Products(), torch.promote_types(correlation.x.dtype, torch.float32)
     dtype = torch.bfloat16 if products.rounds(dtype) else dtype
     shapes = [(step, groups, inner, channels, views), (step, groups, outer, outputs, views)]
     shift_input, shift_gradient = products.reuse(
