@@ -48,7 +48,7 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
     claimed = noise_multiplier(epsilon, DELTA, sampling, claim="paper")
     torch.manual_seed(given.seed)
     model = build(network, data.input_shape, data.classes, BLOCK)
-    engine, half = PrivacyEngine(), network in LARGE
+    engine, half = PrivacyEngine(), network in LARGE and torch.cpu._is_avx512_bf16_supported()
     model, optimizer, loader = engine.make_private(
         module=model,
         # Of a sum: gradients in half precision must not be divided before they are rounded.
@@ -69,7 +69,7 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
             for x, y in parts:
                 optimizer.zero_grad()
                 with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                    outputs = model(x)
+                    outputs = model(x if half else x.contiguous(memory_format=torch.channels_last))
                 F.cross_entropy(outputs.float(), y, reduction="sum").backward()
                 optimizer.step()
         share, _ = evaluate(model, data.x_test, data.y_test, centered)

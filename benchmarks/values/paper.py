@@ -11,7 +11,7 @@ from typing import Any
 from gredp.paper.cells import CLIP_NORMS, EPOCHS, EPSILONS, LARGE, PAPER, TUNING, Cell, Target, cells, title
 from gredp.paper.figures import draw_dynamics, draw_epsilon
 from gredp.paper.paper import ABLATIONS, CLIPPING, FROM_SCRATCH, HEADLINE
-from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure
+from gredp.paper.tables import HEADER, Line, by_setting, clipped_layers, lines, paper_figure, record_of
 from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
 from gredp.privacy.paper_claims import claimed_sigma
@@ -344,7 +344,7 @@ def _missing(target: Target) -> list[dict[str, Any]]:
             networks.setdefault(cell.model, []).append(cell)
     found = []
     for network, every in networks.items():
-        left = [cell for cell in every if not (OUT / f"{cell.name}.json").exists()]
+        left = [cell for cell in every if record_of(OUT, cell) is None]
         if left:
             weights = " --pretrained WEIGHTS" if left[0].transferred else ""
             command = f"gredp reproduce {target} --scale full --only {network}{weights}"

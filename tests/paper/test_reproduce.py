@@ -22,6 +22,7 @@ from gredp.paper.cells import EPOCHS, EPSILONS, PAPER, ROWS, TUNING, Cell, cells
 from gredp.paper.command import ReproduceSettings, run_reproduce
 from gredp.paper.paper import CLIPPING, FROM_SCRATCH, HEADLINE
 from gredp.paper.tables import HEADER, lines, paper_figure
+from gredp.storage.record import save
 
 RECORDS = Path(__file__).parents[2] / "results" / "paper"
 TARGETS = (
@@ -70,6 +71,22 @@ def test_names_tell_settings_apart():
     assert len({c.name for c in [cell, *others]}) == 4
     assert replace(cell, settings={"lr": 0.001}).name == cell.name  # the paper's own
     assert replace(cell, seed=1).group == cell.group
+
+
+def test_a_run_in_single_precision_stands_for_one_in_half(tmp_path):
+    cell = next(c for c in cells("table1", "full", only=("model3", "dpsgd")))
+    assert cell.settings["precision"] == "bf16"
+    assert cell.in_single_precision.name != cell.name
+    assert lines([cell], tmp_path) == []
+    for precision, shown in (("single", "DP-SGD (single precision)"), ("bf16", "DP-SGD")):
+        run = cell if precision == "bf16" else cell.in_single_precision
+        guarantee = {"proven_epsilon": 2.0, "claimed_epsilon": 2.2}
+        save(
+            record_file(tmp_path, run),
+            {"settings": {"precision": precision}, "guarantee": guarantee, "test_accuracy": 0.5},
+        )
+        (line,) = lines([cell], tmp_path)
+        assert line.shown()[0] == shown  # its own precision is preferred
 
 
 def test_the_papers_figures_stand_beside_the_right_cells():

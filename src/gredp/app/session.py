@@ -138,6 +138,8 @@ class Session:
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Of one physical batch, in the precision of the settings."""
+        if x.dim() == 4 and self.settings.precision == "single":  # convolutions are quicker in this order
+            x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
             outputs = self.model(x)
         losses = self.task.losses(outputs.float(), y)

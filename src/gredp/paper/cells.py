@@ -87,7 +87,7 @@ TRANSFERRED = ("resnet18-1conv", "resnet18-2conv")
 
 #: the paper's settings, as we read them: it does not name its optimizer (docs/paper.md)
 PAPER = {"batch_size": 500, "optimizer": "adam", "lr": 0.001, "clip_norm": 1.0, "delta": 1e-5}
-#: networks whose runs take hours: in half precision, which is quicker
+#: networks whose runs take hours: in half precision, where the processor is quicker in it
 LARGE = ("resnet20", "model3", "alexnet", *TRANSFERRED)
 #: shifts and flips of images, which the paper does not name: without them Model-3 ends below its plain figure
 AUGMENTED = {"model3": 1}
@@ -131,6 +131,11 @@ class Cell:
         if self.model in LARGE:
             given["max_physical_batch_size"] = PHYSICAL
         return [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+    @property
+    def in_single_precision(self) -> "Cell":
+        """Itself where it is so anyway."""
+        return replace(self, settings={k: v for k, v in self.settings.items() if k != "precision"})
 
     @property
     def facts(self) -> dict[str, str]:
@@ -233,8 +238,7 @@ class Plan:
 
 def tuned(cell: Cell, settings: dict[str, object]) -> Cell:
     """The same with settings for the noise that is really there, which were chosen in single precision."""
-    kept = {name: value for name, value in cell.settings.items() if name != "precision"}
-    settings = kept | {"optimizer": "sgd", "clipping": "automatic"} | settings
+    settings = cell.in_single_precision.settings | {"optimizer": "sgd", "clipping": "automatic"} | settings
     return replace(cell, epochs=TUNING[cell.model].epochs, settings=settings)
 
 

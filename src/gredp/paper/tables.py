@@ -46,10 +46,12 @@ class Line:
         spread = f" ± {statistics.stdev(self.accuracies):.2f} ({runs})" if runs > 1 else ""
         printed = paper_figure(self.cell)
         private = self.cell.row != "plain"
+        half = self.cell != self.cell.in_single_precision
+        single = half and any(record["settings"]["precision"] == "single" for record in self.records)
         audit = self.records[0].get("audit", {})  # the best of several games would be wrong more often
         bound = audit.get("audited_epsilon_lower", audit.get("epsilon"))  # its name in older records
         return (
-            title(self.cell.row),
+            title(self.cell.row) + (" (single precision)" if single else ""),
             f"{self.cell.epsilon:g}" if private else "",
             "–" if printed is None else f"{printed:g}",
             f"{self.mean:.2f}{spread}",
@@ -65,11 +67,16 @@ def clipped_layers(guarantee: dict[str, Any]) -> int:
     return round((float(guarantee["sigma"]) / float(guarantee["noise_multiplier"])) ** 2 / 2)
 
 
+def record_of(out: Path, cell: Cell) -> dict[str, Any] | None:
+    """Its record, or where there is none that of the same run in single precision."""
+    return read_record(out, cell) or read_record(out, cell.in_single_precision)
+
+
 def lines(cells: Iterable[Cell], out: Path) -> list[Line]:
     """Those that have a record, seeds together."""
     found: dict[str, tuple[Cell, list[dict[str, Any]]]] = {}
     for cell in cells:
-        record = read_record(out, cell)
+        record = record_of(out, cell)
         if record is not None:
             found.setdefault(cell.group, (cell, []))[1].append(record)
     return [Line(cell, tuple(records)) for cell, records in found.values()]
