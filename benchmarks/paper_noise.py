@@ -28,6 +28,7 @@ from gredp.app.data import load
 from gredp.app.dataset import centered
 from gredp.app.evaluate import evaluate
 from gredp.app.models import build
+from gredp.app.models.precision import outputs_in
 from gredp.budget import Sampling, noise_multiplier
 from gredp.paper.cells import LARGE
 from gredp.paper.paper import FROM_SCRATCH, HEADLINE
@@ -48,7 +49,8 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
     claimed = noise_multiplier(epsilon, DELTA, sampling, claim="paper")
     torch.manual_seed(given.seed)
     model = build(network, data.input_shape, data.classes, BLOCK)
-    engine, half = PrivacyEngine(), network in LARGE and torch.cpu._is_avx512_bf16_supported()
+    half = network in LARGE and torch.cpu._is_avx512_bf16_supported()
+    engine, precision = PrivacyEngine(), "bf16" if half else "single"
     model, optimizer, loader = engine.make_private(
         module=model,
         # Of a sum: gradients in half precision must not be divided before they are rounded.
@@ -59,7 +61,7 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
         method="gredp",
         claim="paper",
         loss_reduction="sum",
-        precision="bf16" if half else "single",
+        precision=precision,
     )
     began, curve = time.process_time(), []
     for _ in range(epochs):
@@ -68,9 +70,7 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
         ) as parts:
             for x, y in parts:
                 optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                    outputs = model(x if half else x.contiguous(memory_format=torch.channels_last))
-                F.cross_entropy(outputs.float(), y, reduction="sum").backward()
+                F.cross_entropy(outputs_in(precision, model, x), y, reduction="sum").backward()
                 optimizer.step()
         share, _ = evaluate(model, data.x_test, data.y_test, centered)
         curve.append(round(100 * share, 2))
@@ -80,7 +80,7 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
         "seed": given.seed,
         "lr": given.lr,
         "clip_norm": given.clip_norm,
-        "precision": "bf16" if half else "single",
+        "precision": precision,
         "fraction": fraction,
         "claimed_sigma": claimed,
         "paper": FROM_SCRATCH[network]["gredp-claimed"][epsilon],

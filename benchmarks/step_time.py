@@ -5,10 +5,13 @@ counted, so that whatever else the machine does falls on all of them alike; medi
 its users get it by default; "plain kept" is plain training in a process that keeps the memory its steps free.
 
     python benchmarks/step_time.py --out results/step_time.json [--quick] [--threads 2]
+
+Ratios differ from processor to processor, so the record names its own.
 """
 
 import argparse
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -83,10 +86,19 @@ def measure(network: str, variants: tuple[str, ...], rounds: int, threads: int, 
     return rows
 
 
+def processor() -> str:
+    """Its name, as the system has it."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    return next(
+        (line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Step time and peak memory, relative to plain PyTorch.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="three networks, under three minutes")
+    parser.add_argument("--quick", action="store_true", help="three networks and fewer variants")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="networks; others keep what the record has of them")
@@ -109,6 +121,7 @@ def main() -> None:
             print(f"{network:16} {variant:16} {shown}", flush=True)
     command = f"python benchmarks/step_time.py --threads {arguments.threads} --rounds {rounds}"
     record = header() | {"command": command, "threads": arguments.threads, "rounds": rounds}
+    record["processor"] = processor()
     record["networks"] = results
     save(arguments.out, record)
 

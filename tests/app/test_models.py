@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from gredp import GredpError
 from gredp.app.models import MODELS, build
+from gredp.app.models.precision import outputs_in
 from gredp.app.models.resnet import ResNet18, transfer
 from worlds import make_private
 
@@ -125,3 +126,24 @@ def test_the_network_for_gray_images_is_the_one_of_the_table():
 def test_images_too_small_are_refused(name, shape):
     with pytest.raises(GredpError, match="needs images of at least"):
         build(name, shape, 10)
+
+
+@pytest.mark.parametrize(
+    ("network", "by_pixel"), [("lenet5", ("single", "bf16")), ("resnet20", ("single",)), ("linear", ())]
+)
+def test_a_forward_pass_takes_its_images_in_the_quicker_order(network, by_pixel):
+    torch.manual_seed(0)
+    shape = (3, 32, 32)
+    model, seen = build(network, shape, 10), []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        for parameter in model.parameters():  # `linear` starts at 0
+            parameter.add_(0.01 * torch.randn_like(parameter))
+        x = torch.rand(4, *shape)
+        expected = model(x)
+        for precision, rounding in ("single", 1e-5), ("bf16", 0.05):
+            outputs = outputs_in(precision, model, x)
+            assert outputs.dtype == torch.float32
+            assert (outputs - expected).norm() <= rounding * expected.norm()
+            assert seen[-1].is_contiguous(memory_format=torch.channels_last) == (precision in by_pixel)
+    assert (outputs - expected).norm() > 0

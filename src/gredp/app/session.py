@@ -17,6 +17,7 @@ from gredp.app.evaluate import task_of
 from gredp.app.features.cache import FeatureExtractor
 from gredp.app.features.normalize import certificate, release
 from gredp.app.known_data import usual_model
+from gredp.app.models.precision import outputs_in
 from gredp.app.settings import FILE, TrainSettings
 from gredp.app.signals import DeferredSignal, Stopped
 from gredp.budget import query_multiplier
@@ -138,11 +139,7 @@ class Session:
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Of one physical batch, in the precision of the settings."""
-        if x.dim() == 4 and self.settings.precision == "single":  # convolutions are quicker in this order
-            x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
-            outputs = self.model(x)
-        losses = self.task.losses(outputs.float(), y)
+        losses = self.task.losses(outputs_in(self.settings.precision, self.model, x), y)
         return losses.sum() if self.reduction == "sum" else losses.mean()
 
     @property

@@ -21,8 +21,8 @@ from gredp.spectrum import BlockView
 
 #: normal numbers drawn at a time
 AT_ONCE = 1 << 20
-#: parts that threads share, at least: with fewer they wait for each other, and for those of torch, which stay
-#: busy for some milliseconds after their work
+#: parts that threads share, at least: with fewer they lose more than they gain, waiting for each other
+#: between numpy's calls
 SHARED_PARTS = 4
 #: the same on devices other than the CPU, where few large operations are quickest: 64 MiB of key stream
 AT_ONCE_ELSEWHERE = 1 << 24
