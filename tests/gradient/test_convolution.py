@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import oracles
-from gredp.gradient.convolution import Correlation, correlation, kernels
+from gredp.gradient.convolution import Correlation, correlation, grouped, kernels
 from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gram
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
+from gredp.gradient.convolution.grouped import quick_in_groups
 from gredp.gradient.factored import Outer
 from gredp.gradient.norms import squares
 from gredp.gradient.per_sample import Products
@@ -186,3 +187,70 @@ def test_of_rounded_products_the_kept_ones_are_measured_and_summed(views):
                 assert torch.equal(kept.weighted_sum(one), values[record])
     double = Correlation(x.double(), g.double(), (3, 3), (1, 1), (1, 1), 1, (1, 1, 1, 1), views=views)
     assert torch.equal(double.compact(False, Products(rounded=True)).dense(), double.compact(False).dense())
+
+
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "pads", "groups"),
+    [
+        ((3, 3), (1, 1), (1, 1, 1, 1), 1),
+        ((2, 3), (2, 1), (1, 1, 0, 0), 2),
+        ((3, 1), (2, 3), (0, 0, 2, 2), 1),  # inputs at the far end that no window reaches
+    ],
+    ids=str,
+)
+def test_records_side_by_side_as_groups_give_the_kernels(
+    kernel, stride, pads, groups, channels_last, views, monkeypatch
+):
+    torch.manual_seed(0)
+    x = torch.randn(5 * views, 4, 6, 7, dtype=torch.float64)
+    weight = torch.zeros(6, 4 // groups, *kernel, dtype=torch.float64, requires_grad=True)
+    y = F.conv2d(x, weight, None, stride, pads[::-2], 1, groups)
+    g = torch.randn_like(y)
+
+    def gradient(record: slice) -> torch.Tensor:
+        y = F.conv2d(x[record], weight, None, stride, pads[::-2], 1, groups)
+        return torch.autograd.grad(y, weight, g[record])[0]
+
+    truth = torch.stack([gradient(slice(i, i + views)) for i in range(0, len(x), views)])
+    if channels_last:
+        x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
+    monkeypatch.setattr(correlation, "quick_in_groups", lambda *_: True)
+    energies, factors = oracles.grid_energy(truth, 2), torch.arange(5.0, dtype=torch.float64)
+    for chunk in (1, 1 << 20):  # one record at a time, and all at once
+        monkeypatch.setattr(grouped, "CHUNK", chunk)
+        maps = Correlation(x, g, kernel, stride, (1, 1), groups, pads, views=views)
+        torch.testing.assert_close(maps.dense(), truth, rtol=1e-9, atol=1e-9)
+        kept, spectral = maps._materialized(), maps._materialized(spectral=True)
+        norms = truth.flatten(1).square().sum(1)
+        torch.testing.assert_close(kept.squared_norm(), norms, rtol=1e-9, atol=0)
+        torch.testing.assert_close(spectral.grid_energy(), energies, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(kept.weighted_sum(factors), torch.tensordot(factors, truth, 1))
+        one = kept.zero_unless(torch.tensor([False, True, False, False, False]))
+        torch.testing.assert_close(one.dense()[1], truth[1])
+
+
+def test_groups_are_taken_where_they_are_quick(monkeypatch):
+    """In single precision on a processor with AVX-512, with channels that fill its registers."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    x, g = torch.randn(4, 16, 8, 8), torch.randn(4, 32, 8, 8)
+    assert quick_in_groups(Correlation(x, g, *GEOMETRY)) == torch.backends.mkldnn.is_available()
+    mirrored = Correlation(x, g, *GEOMETRY, "reflect")
+    for other in (
+        Correlation(x.double(), g.double(), *GEOMETRY),
+        Correlation(x.bfloat16(), g.bfloat16(), *GEOMETRY),
+        Correlation(x[:, :3], g, *GEOMETRY),
+        Correlation(x, g[:, :24], *GEOMETRY),
+        Correlation(x, g, (3, 3), (1, 1), (1, 1), 2, (1, 1, 1, 1)),  # 8 channels in each of its groups
+        Correlation(x, g, (1, 1), (1, 1), (1, 1), 1, (0,) * 4),
+        Correlation(x, g, (3, 3), (1, 1), (2, 2), 1, (2,) * 4),
+        Correlation(x, g, (2, 2), (1, 1), (1, 1), 1, (0, 1, 0, 1)),
+        Correlation(x[:0], g[:0], *GEOMETRY),
+        Correlation(x.to("meta"), g.to("meta"), *GEOMETRY),
+        mirrored,
+    ):
+        assert not quick_in_groups(other)
+    assert not quick_in_groups(Correlation(x, g, *GEOMETRY), Products(rounded=True))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not quick_in_groups(Correlation(x, g, *GEOMETRY))

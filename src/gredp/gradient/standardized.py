@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.convolution import Correlation
-from gredp.gradient.convolution.kernels import kernels_of
 from gredp.gradient.norms import squares
 from gredp.gradient.per_sample import PerSampleGradient
 from gredp.spectrum import grid_energy
@@ -69,7 +68,7 @@ class Standardized(PerSampleGradient):
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Gradients of a few records at a time, and the allowance on their squared norms."""
-        for kernels in kernels_of(self.kernels):
+        for kernels in self.kernels.kernels():
             values = kernels.dense()
             scaled = values.flatten(2) * self.scales[:, None]
             yield self._by_weight(values), squares(scaled) * CANCELED[values.dtype] ** 2

@@ -4,6 +4,7 @@ Letters: b record, v view, o and c channels out and in, k kernel offset.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from gredp.gradient.convolution.cost import Geometry, cheapest_split, prefer_gram
 from gredp.gradient.convolution.gram import gram_energy, gram_norm
-from gredp.gradient.convolution.kernels import kernels_of
+from gredp.gradient.convolution.grouped import grouped_kernels, quick_in_groups
+from gredp.gradient.convolution.kernels import Kernels, OwnKernels, kernels_of
 from gredp.gradient.norms import KEPT, full_precision, parts, squares
 from gredp.gradient.per_sample import InPieces, PerSampleGradient, Products
 
@@ -22,10 +24,11 @@ from gredp.gradient.per_sample import InPieces, PerSampleGradient, Products
 class Correlation(PerSampleGradient):
     """A convolution of any dimension: the padded input correlated with the output gradient.
 
-    Three ways to a record's norm, chosen by a cost model once per shape: materialize its kernel from
-    unfolded windows, a few records at a time so that they stay in cache, and keep it for the sum where
-    all of them fit; or take two Gram matrices, which is cheaper where the map is small and the kernel
-    large, and leave the sum to one ordinary weight gradient.
+    Three ways to a record's norm, chosen once per shape. Its kernel is materialized, a few records at a time so
+    that they stay in cache, and kept for the sum where all of them fit: as a group of an ordinary weight
+    gradient where the processor is quick at that, else by products of shifted copies. Or two Gram matrices
+    give the norm, which is cheaper where the map is small and the kernel large, and the sum is left to one
+    ordinary weight gradient.
 
     Maps may be in bfloat16 until `compact`, whose products are rounded to it then.
     """
@@ -85,14 +88,22 @@ class Correlation(PerSampleGradient):
         return replace(self, x=full_precision(self.x), gradient=full_precision(self.gradient))
 
     def _materialized(self, spectral: bool = False, products: Products | None = None) -> PerSampleGradient:
-        layout = self.layout()
-        sizes = [len(range(self.batch)[part]) for part in parts(self.batch, math.prod(layout))]
-        single = torch.promote_types(self.x.dtype, torch.float32)
-        values = [self.x.new_empty(size, *layout, dtype=single) for size in sizes]
-        made = kernels_of(self, values, products)
+        made: Iterator[Kernels | OwnKernels]
+        if quick_in_groups(self, products):
+            made = grouped_kernels(self)
+        else:
+            layout = self.layout()
+            sizes = [len(range(self.batch)[part]) for part in parts(self.batch, math.prod(layout))]
+            single = torch.promote_types(self.x.dtype, torch.float32)
+            values = [self.x.new_empty(size, *layout, dtype=single) for size in sizes]
+            made = kernels_of(self, values, products)
         if spectral:
             return InPieces.of(replace(piece, energies=piece.grid_energy()) for piece in made)
         return InPieces.of(replace(piece, norms=piece.squared_norm()) for piece in made)
+
+    def kernels(self) -> Iterator[Kernels | OwnKernels]:
+        """Those of a few records after the other."""
+        return grouped_kernels(self) if quick_in_groups(self) else kernels_of(self)
 
     def dense(self) -> Tensor:
         return self._materialized().dense()
@@ -106,12 +117,12 @@ class Correlation(PerSampleGradient):
     def squared_norm(self) -> Tensor:
         if prefer_gram(self.geometry):
             return gram_norm(self)
-        return torch.cat([kernels.squared_norm() for kernels in kernels_of(self)])
+        return torch.cat([kernels.squared_norm() for kernels in self.kernels()])
 
     def grid_energy(self) -> Tensor:
         if prefer_gram(self.geometry, True):
             return gram_energy(self)
-        return torch.cat([kernels.grid_energy() for kernels in kernels_of(self)])
+        return torch.cat([kernels.grid_energy() for kernels in self.kernels()])
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         if self.batch == 0:

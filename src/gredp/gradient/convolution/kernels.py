@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gredp.gradient.norms import CHUNK, squares
-from gredp.gradient.per_sample import PerSampleGradient, Products
+from gredp.gradient.per_sample import Dense, PerSampleGradient, Products
 from gredp.spectrum import grid_energy, mirror, real_basis
 
 if TYPE_CHECKING:
@@ -58,18 +58,40 @@ class Kernels(PerSampleGradient):
         if self.energies is not None:
             return self.energies
         grid = self.shape[2:]
-        b, groups, size = self.batch, self.values.shape[1], math.prod(grid)
-        if size > 64 or not b:
+        if not _small(grid, self.batch):
             return grid_energy(self.dense(), self.grid_axes)
-        # An orthogonal real basis in place of the transform: k and −k share their energies evenly.
-        basis = real_basis(grid).to(self.values).t().contiguous().expand(b * groups, size, size)
-        waves = torch.bmm(basis, self._offsets_first().reshape(b * groups, size, -1))
-        energy = squares(waves.flatten(0, 1)).view(b, groups, size).sum(1)
-        return ((energy + energy[:, mirror(grid).to(energy.device)]) / 2).view(b, *grid)
+        offsets_first = self._offsets_first().flatten(0, 1).flatten(1, -3).flatten(2)
+        return _energy_of(offsets_first, grid).unflatten(0, (self.batch, -1)).sum(1)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         total = (factors @ self.values.flatten(1)).view(1, *self.values.shape[1:])
         return Kernels(total, self.shape, self.on_gradient).dense()[0]
+
+
+@dataclass(frozen=True)
+class OwnKernels(Dense):
+    """Kernels in the layout of the parameter."""
+
+    def grid_energy(self) -> Tensor:
+        grid = self.values.shape[-self.grid_axes :]
+        if self.energies is not None or not _small(grid, self.batch):
+            return super().grid_energy()
+        return _energy_of(self.values.flatten(1, -1 - self.grid_axes).flatten(2).mT, grid)
+
+
+def _small(grid: Sequence[int], batch: int) -> bool:
+    return math.prod(grid) <= 64 and batch > 0
+
+
+def _energy_of(offsets_first: Tensor, grid: Sequence[int]) -> Tensor:
+    """`[b, offsets, n]` → `[b, *grid]`: an orthogonal real basis in place of the transform.
+
+    k and −k share their energies evenly.
+    """
+    b, size, _ = offsets_first.shape
+    basis = real_basis(tuple(grid)).to(offsets_first).t().contiguous().expand(b, size, size)
+    energy = squares(torch.bmm(basis, offsets_first).flatten(0, 1)).view(b, size)
+    return ((energy + energy[:, mirror(tuple(grid)).to(energy.device)]) / 2).view(b, *grid)
 
 
 def kernels_of(
