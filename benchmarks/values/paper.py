@@ -61,6 +61,7 @@ def values() -> dict[str, Any]:
         "worst": max(abs(lenet5[row]["off"]) for row in ORDER),
         "networks": [x for x in HEADLINE if x != "lenet5" and not any(x == model for model, _ in larger)],
         "order": _order([*untuned, *recorded("figure-epsilon")]),
+        "of_seeds": math.sqrt(statistics.mean(_variances(untuned))),
         "layers": {
             x.cell.model: clipped_layers(x.records[0]["guarantee"])
             for x in (*untuned, *recorded("figure-epsilon"))
@@ -133,24 +134,37 @@ def _order(found: list[Line]) -> list[tuple[str, ...]]:
     for line in found:
         where = f"{line.cell.model} on {line.cell.dataset}", f"{line.cell.epsilon:g}"
         alike.setdefault(where, {}).setdefault(line.cell.row, line)
+    of_seeds = statistics.mean(_variances(found))
     return [
-        (*where, *_against(rows[better], rows[worse]))
+        (*where, *_against(rows[better], rows[worse], of_seeds))
         for where, rows in alike.items()
         for better, worse in pairwise(ORDER)
         if better in rows and worse in rows
     ]
 
 
-def _against(better: Line, worse: Line) -> tuple[str, ...]:
+def _variances(found: list[Line]) -> list[float]:
+    """Of each row's accuracy over its seeds."""
+    return [statistics.variance(line.accuracies) for line in found if len(line.records) > 1]
+
+
+def _against(better: Line, worse: Line, of_seeds: float) -> tuple[str, ...]:
+    """A row of one seed is taken to vary as others do."""
     gap, printed = better.mean - worse.mean, _paper(better) - _paper(worse)
-    pair = f"{title(better.cell.row)} – {title(worse.cell.row)}"
-    shown = pair, "–" if math.isnan(printed) else f"{printed:+.2f}", f"{gap:+.2f}"
-    if min(len(better.records), len(worse.records)) == 1:
-        return *shown, "–", f"{'met' if gap > 0 else 'not met'}, one seed"
-    parts = [statistics.variance(line.accuracies) / len(line.records) for line in (better, worse)]
+    parts = [
+        (statistics.variance(line.accuracies) if len(line.records) > 1 else of_seeds) / len(line.records)
+        for line in (better, worse)
+    ]
     error = math.sqrt(sum(parts))
+    alone = min(len(better.records), len(worse.records)) == 1
     verdict = "not told apart" if abs(gap) < 2 * error else "met" if gap > 0 else "not met"
-    return *shown, f"{error:.2f}", verdict
+    return (
+        f"{title(better.cell.row)} – {title(worse.cell.row)}",
+        "–" if math.isnan(printed) else f"{printed:+.2f}",
+        f"{gap:+.2f}",
+        f"({error:.2f})" if alone else f"{error:.2f}",
+        f"{verdict}, one seed" if alone else verdict,
+    )
 
 
 def _tables(found: Iterable[Line]) -> list[Table]:
