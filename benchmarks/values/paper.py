@@ -51,6 +51,7 @@ def values() -> dict[str, Any]:
             compared.setdefault(place, {})[line.cell.row] = _compared(line)
     lenet5 = compared.pop(("lenet5", "mnist"))
     larger = {where: rows for where, rows in compared.items() if {"plain", "gredp-claimed"} <= rows.keys()}
+    order = _order([*untuned, *recorded("figure-epsilon")])
     return {
         "paper": PAPER,
         "epochs": EPOCHS,
@@ -60,7 +61,8 @@ def values() -> dict[str, Any]:
         "half": [network for network in LARGE if network in {model for model, _ in compared}],
         "worst": max(abs(lenet5[row]["off"]) for row in ORDER),
         "networks": [x for x in HEADLINE if x != "lenet5" and not any(x == model for model, _ in larger)],
-        "order": _order([*untuned, *recorded("figure-epsilon")]),
+        "order": order,
+        "broken": [(where, rows) for where, _, rows, *_, verdict in order if verdict.startswith("not met")],
         "of_seeds": math.sqrt(statistics.mean(_variances(untuned))),
         "layers": {
             x.cell.model: clipped_layers(x.records[0]["guarantee"])
@@ -303,7 +305,10 @@ def _noise_of(found: list[dict[str, Any]]) -> dict[str, Any]:
         **{key: by_noise[0][key] for key in ("network", "epochs", "lr", "paper")},
         "claimed": HEADLINE[by_noise[0]["network"]],
         "rows": [
-            (f"{cell['clip_norm']:g}", f"{cell['fraction']:.3f}", _proven(cell), f"{cell['accuracy']:.1f}")
+            (
+                *(f"{cell['clip_norm']:g}", f"{cell['fraction']:.3f}", str(cell["seed"])),
+                *(_proven(cell), f"{cell['accuracy']:.1f}"),
+            )
             for cell in by_noise
         ],
         "norms": {norm: _reached(cells) for norm, cells in norms.items()},
