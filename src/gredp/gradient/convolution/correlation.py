@@ -24,8 +24,8 @@ from gredp.gradient.per_sample import InPieces, PerSampleGradient, Products
 class Correlation(PerSampleGradient):
     """A convolution of any dimension: the padded input correlated with the output gradient.
 
-    Three ways to a record's norm, chosen once per shape. Its kernel is materialized, a few records at a time so
-    that they stay in cache, and kept for the sum where all of them fit: as a group of an ordinary weight
+    Three ways to a record's norm, chosen once per shape. Its kernel is materialized, a few records at a time
+    so that they stay in cache, and kept for the sum where all of them fit: as a group of an ordinary weight
     gradient where the processor is quick at that, else by products of shifted copies. Or two Gram matrices
     give the norm, which is cheaper where the map is small and the kernel large, and the sum is left to one
     ordinary weight gradient.
