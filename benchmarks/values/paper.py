@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from gredp.paper.cells import (
@@ -15,6 +15,7 @@ from gredp.paper.cells import (
     EPSILONS,
     LARGE,
     PAPER,
+    SHORTER,
     TUNING,
     Cell,
     Target,
@@ -60,6 +61,7 @@ def values() -> dict[str, Any]:
     return {
         "paper": PAPER,
         "epochs": EPOCHS,
+        "shorter": SHORTER,
         "alpha": max((record["audit"]["alpha"] for record in records if "audit" in record), default=0.01),
         "lenet5": lenet5,
         "larger": larger,
@@ -68,11 +70,12 @@ def values() -> dict[str, Any]:
         "networks": [x for x in HEADLINE if x != "lenet5" and not any(x == model for model, _ in larger)],
         "order": order,
         "broken": [
-            (where, rows)
-            for where, _, rows, *_, verdict in order
+            (where, rows, ours)
+            for where, _, rows, _, ours, _, verdict in order
             if verdict.startswith("not met") and rows.endswith(title("dpsgd"))
         ],
         "of_seeds": math.sqrt(of_seeds),
+        "dense": _dense(untuned, of_seeds),
         "layers": {
             x.cell.model: clipped_layers(x.records[0]["guarantee"])
             for x in (*untuned, *recorded("figure-epsilon"))
@@ -174,6 +177,21 @@ def _against(better: Line, worse: Line, of_seeds: float) -> tuple[str, ...]:
     )
 
 
+def _dense(untuned: list[Line], of_seeds: float) -> list[tuple[str, ...]]:
+    """DP-SGD in dense layers and in block-circulant ones: proven GReDP, whose noise is the same otherwise."""
+    rows: dict[str, dict[str, Line]] = {}
+    for line in untuned:
+        rows.setdefault(f"{line.cell.model} on {line.cell.dataset}", {})[line.cell.row] = line
+    found = []
+    for where, here in rows.items():
+        if {"dpsgd", "gredp"} <= here.keys():
+            dense, circulant = here["dpsgd"], here["gredp"]
+            _, _, gap, error, _ = _against(dense, circulant, of_seeds)
+            means = (f"{line.mean:.2f}" for line in (dense, circulant))
+            found.append((where, f"{dense.cell.epsilon:g}", *means, gap, error))
+    return found
+
+
 def _tables(found: Iterable[Line]) -> list[Table]:
     return [(title, HEADER, [line.shown() for line in group]) for title, group in by_setting(found).items()]
 
@@ -207,15 +225,19 @@ def _beginning() -> list[tuple[float, float]]:
     return [(100 * m["test_accuracy"], round_up(m["proven_epsilon"], 2)) for m in first]
 
 
-def _norms() -> list[tuple[float, float, float]]:
-    """(ε, our change, the paper's) of LeNet-5 from the usual norm to 0.1."""
-    found = {(x.cell.epsilon, x.cell.settings["clip_norm"]): x for x in recorded("table3", *CLAIMED)}
-    pairs = [
-        (found[eps, 0.1], found[eps, 1.0]) for eps in EPSILONS if {(eps, 0.1), (eps, 1.0)} <= found.keys()
-    ]
-    return [
-        (small.cell.epsilon, small.mean - usual.mean, _paper(small) - _paper(usual)) for small, usual in pairs
-    ]
+def _norms() -> dict[str, list[tuple[float, float, float]]]:
+    """By network (ε, our change, the paper's) from the usual norm to 0.1."""
+    found = {
+        (line.cell.model, line.cell.epsilon, line.cell.settings["clip_norm"]): line
+        for line in recorded("table3", "gredp-claimed")
+    }
+    norms: dict[str, list[tuple[float, float, float]]] = {}
+    for network, eps in product(HEADLINE, EPSILONS):
+        if {(network, eps, norm) for norm in CLIP_NORMS} <= found.keys():
+            small, usual = (found[network, eps, norm] for norm in CLIP_NORMS)
+            changes = small.mean - usual.mean, _paper(small) - _paper(usual)
+            norms.setdefault(network, []).append((eps, *changes))
+    return norms
 
 
 def _rates() -> list[tuple[float, float, float]]:
@@ -305,27 +327,31 @@ def _noise() -> list[dict[str, Any]]:
 
 
 def _noise_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    by_noise = sorted(found, key=lambda cell: (cell["clip_norm"], cell["fraction"]))
-    norms = {norm: list(cells) for norm, cells in groupby(by_noise, lambda cell: cell["clip_norm"])}
+    by_noise = sorted(found, key=lambda cell: (_share(cell), cell["clip_norm"], cell["seed"]))
     return {
         **{key: by_noise[0][key] for key in ("network", "epochs", "lr", "paper")},
         "claimed": HEADLINE[by_noise[0]["network"]],
         "rows": [
             (
-                *(f"{cell['clip_norm']:g}", f"{cell['fraction']:.3f}", str(cell["seed"])),
+                *(f"{_share(cell):.3g}", f"{cell['clip_norm']:g}", str(cell["seed"])),
                 *(_proven(cell), f"{cell['accuracy']:.1f}"),
             )
             for cell in by_noise
         ],
-        "norms": {norm: _reached(cells) for norm, cells in norms.items()},
+        **_reached(by_noise),
     }
 
 
+def _share(cell: dict[str, Any]) -> float:
+    """Its noise multiplier over the claimed one."""
+    return cell["fraction"] / cell["clip_norm"]
+
+
 def _reached(by_noise: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest noise scale that meets the paper's figure, and the least that does not."""
+    """The largest noise multiplier that meets the paper's figure, and the least above it that does not."""
     meets = [cell for cell in by_noise if cell["accuracy"] >= cell["paper"]]
-    most = meets[-1]["fraction"] if meets else -1.0  # of several seeds at one scale, one is enough
-    below = [cell for cell in by_noise if cell["accuracy"] < cell["paper"] and cell["fraction"] > most]
+    most = _share(meets[-1]) if meets else -1.0  # of several with one multiplier, one is enough
+    below = [cell for cell in by_noise if cell["accuracy"] < cell["paper"] and _share(cell) > most]
     return {
         "from_none": by_noise[0]["fraction"] == 0,
         "enough": _proven(meets[-1]) if meets else None,
