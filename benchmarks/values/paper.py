@@ -64,7 +64,7 @@ def values() -> dict[str, Any]:
         "shorter": SHORTER,
         "alpha": max((record["audit"]["alpha"] for record in records if "audit" in record), default=0.01),
         "lenet5": lenet5,
-        "larger": larger,
+        "larger": [_short(where, rows) for where, rows in larger.items()],
         "half": [network for network in LARGE if network in {model for model, _ in compared}],
         "worst": max(abs(lenet5[row]["off"]) for row in ORDER),
         "networks": [x for x in HEADLINE if x != "lenet5" and not any(x == model for model, _ in larger)],
@@ -140,6 +140,14 @@ def _compared(line: Line) -> dict[str, Any]:
         "asked": line.cell.epsilon,
         "proven": round_up(line.proven, 2),
     }
+
+
+def _short(where: tuple[str, str], rows: dict[str, Any]) -> tuple[str, ...]:
+    """Without noise, as claimed, and what is left with noise for a proven ε as large."""
+    plain, claimed = rows["plain"], rows["gredp-claimed"]
+    with_paper = (f"{row['ours']:.1f} ({row['paper']:.1f})" for row in (plain, claimed))
+    left = (f"{rows[name]['ours']:.1f}" if name in rows else "" for name in ("gredp", "dpsgd"))
+    return (" on ".join(where), *with_paper, f"{claimed['asked']:g}", f"{claimed['proven']:g}", *left)
 
 
 def _order(found: list[Line], of_seeds: float) -> list[tuple[str, ...]]:
