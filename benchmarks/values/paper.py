@@ -10,6 +10,7 @@ from typing import Any
 
 from gredp.paper.cells import (
     AUGMENTED,
+    BASELINE,
     CLIP_NORMS,
     EPOCHS,
     EPSILONS,
@@ -46,7 +47,7 @@ ORDER = ("plain", "gredp-claimed", "spectral-dp", "dpsgd")
 def values() -> dict[str, Any]:
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(OUT.glob("*-seed*.json"))]
     table1, table2 = recorded("table1"), recorded("table2")
-    untuned = [line for line in (*table1, *table2) if not _tuned(line.cell)]
+    untuned = [line for line in (*table1, *table2) if not line.cell.changed]
     compared: dict[tuple[str, str], dict[str, Any]] = {}
     for line in untuned:
         if line.cell.epsilon == HEADLINE.get(line.cell.model, 2.0):
@@ -75,6 +76,8 @@ def values() -> dict[str, Any]:
             if verdict.startswith("not met") and rows.endswith(title("dpsgd"))
         ],
         "of_seeds": math.sqrt(of_seeds),
+        "baseline": _baseline(table1),
+        "baseline_settings": BASELINE,
         "dense": _dense(untuned, of_seeds),
         "layers": {
             x.cell.model: clipped_layers(x.records[0]["guarantee"])
@@ -183,6 +186,26 @@ def _against(better: Line, worse: Line, of_seeds: float) -> tuple[str, ...]:
         f"({error:.2f})" if alone else f"{error:.2f}",
         f"{verdict}, one seed" if alone else verdict,
     )
+
+
+def _baseline(table1: list[Line]) -> list[tuple[str, ...]]:
+    """DP-SGD by SGD and by the optimizer of the other rows, and the row that the paper has next above it."""
+    rows: dict[str, dict[str, Line]] = {}
+    for line in table1:
+        if line.cell.row == "dpsgd" and line.cell.changed in ({}, BASELINE):
+            rows.setdefault(line.cell.model, {})["sgd" if line.cell.changed else "adam"] = line
+        if line.cell.row == "spectral-dp" and not line.cell.changed:
+            rows.setdefault(line.cell.model, {})["spectral-dp"] = line
+    return [
+        (
+            network,
+            f"{here['sgd'].cell.epsilon:g}",
+            f"{_paper(here['sgd']):g}",
+            *(f"{here[by].mean:.2f}" for by in ("sgd", "adam", "spectral-dp")),
+        )
+        for network, here in rows.items()
+        if {"sgd", "adam", "spectral-dp"} <= here.keys()
+    ]
 
 
 def _dense(untuned: list[Line], of_seeds: float) -> list[tuple[str, ...]]:
@@ -324,11 +347,16 @@ def _proven(cell: dict[str, Any]) -> str:
     return f"{math.ceil(spent / unit) * unit:.1e}" if spent > 1e6 else f"{round_up(spent, 2)}"
 
 
+#: networks at other noise scales and clips
+USUAL = {"clip_norm": 1.0, "clipping": "layer_wise"}
+NOISE = [USUAL | cell for cell in load("paper_noise")["cells"].values()]
+LAYER_WISE = [cell for cell in NOISE if cell["clipping"] == "layer_wise"]
+
+
 def _noise() -> list[dict[str, Any]]:
     """Each network at several noise scales, and between which of them it meets the paper's figure."""
     alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for cell in load("paper_noise")["cells"].values():
-        cell = {"clip_norm": 1.0} | cell
+    for cell in LAYER_WISE:
         alike.setdefault((cell["network"], cell["epochs"], cell["lr"]), []).append(cell)
     places = sorted(alike, key=lambda place: ([*HEADLINE].index(str(place[0])), place[1:]))
     return [_noise_of(alike[place]) for place in places]
@@ -377,11 +405,7 @@ def _unaugmented() -> dict[str, float]:
 
 def _longest(fraction: float, clip_norm: float) -> dict[str, dict[str, Any]]:
     """By network the cell of most epochs with this share of the claimed noise, clipped at this norm."""
-    alike = [
-        cell
-        for cell in load("paper_noise")["cells"].values()
-        if (cell["fraction"], cell.get("clip_norm", 1.0)) == (fraction, clip_norm)
-    ]
+    alike = [cell for cell in LAYER_WISE if (cell["fraction"], cell["clip_norm"]) == (fraction, clip_norm)]
     longest = {cell["network"]: cell for cell in sorted(alike, key=lambda cell: cell["epochs"])}
     return {network: longest[network] for network in HEADLINE if network in longest}
 
@@ -396,7 +420,7 @@ def _unclipped() -> list[dict[str, Any]]:
             "met": cell["accuracy"] >= cell["paper"] - 2,
             "dead": [
                 other
-                for other in load("paper_noise")["cells"].values()
+                for other in NOISE
                 if (other["network"], other["epochs"], other["accuracy"]) == (network, cell["epochs"], CHANCE)
             ],
         }

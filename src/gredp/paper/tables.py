@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gredp.app.jobs import read_record
-from gredp.paper.cells import PAPER, Cell, title
+from gredp.paper.cells import BASELINE, Cell, title
 from gredp.paper.paper import ABLATIONS, CLIPPING, FROM_SCRATCH, TRANSFER
 from gredp.privacy.accountant import round_up
 from gredp.storage.record import accuracy
@@ -93,18 +93,13 @@ def by_setting(found: Iterable[Line]) -> dict[str, list[Line]]:
     return tables
 
 
-#: settings of which the paper says nothing, so it has the same figure for any
-UNSAID = ("precision", "augment")
-
-
 def paper_figure(cell: Cell) -> float | None:
     """What the paper prints for the cell; for our own rows, the figure that its method claims."""
     epsilon = 0 if cell.row == "plain" else cell.epsilon
-    asked = {key: value for key, value in cell.settings.items() if key not in UNSAID}
-    changed = {key: value for key, value in asked.items() if PAPER.get(key) != value}
+    changed = cell.changed
     row = "gredp-claimed" if cell.row in ("gredp", "shaped") else cell.row
     printed = TRANSFER[cell.dataset] if cell.transferred else FROM_SCRATCH
-    if not changed:
+    if not changed or changed == BASELINE:
         return printed.get(cell.model, {}).get(row, {}).get(epsilon)
     if len(changed) > 1 or cell.transferred:
         return None
