@@ -77,7 +77,6 @@ def values() -> dict[str, Any]:
         ],
         "of_seeds": math.sqrt(of_seeds),
         "baseline": _baseline(table1),
-        "baseline_settings": BASELINE,
         "dense": _dense(untuned, of_seeds),
         "layers": {
             x.cell.model: clipped_layers(x.records[0]["guarantee"])
@@ -105,6 +104,8 @@ def values() -> dict[str, Any]:
         "noise": _noise(),
         "held_back": _held_back(untuned),
         "unclipped": _unclipped(),
+        "flat": _flat(untuned),
+        "tenth": _tenth(),
         "table3_resnet20": [CLIPPING["resnet20"][norm][2.0] for norm in CLIP_NORMS],
         "unaugmented": _unaugmented(),
         "missing": {target: _missing(target) for target in TARGETS},
@@ -188,24 +189,27 @@ def _against(better: Line, worse: Line, of_seeds: float) -> tuple[str, ...]:
     )
 
 
-def _baseline(table1: list[Line]) -> list[tuple[str, ...]]:
+def _baseline(table1: list[Line]) -> dict[str, Any]:
     """DP-SGD by SGD and by the optimizer of the other rows, and the row that the paper has next above it."""
-    rows: dict[str, dict[str, Line]] = {}
+    lines: dict[str, dict[str, Line]] = {}
     for line in table1:
-        if line.cell.row == "dpsgd" and line.cell.changed in ({}, BASELINE):
-            rows.setdefault(line.cell.model, {})["sgd" if line.cell.changed else "adam"] = line
-        if line.cell.row == "spectral-dp" and not line.cell.changed:
-            rows.setdefault(line.cell.model, {})["spectral-dp"] = line
-    return [
-        (
-            network,
-            f"{here['sgd'].cell.epsilon:g}",
-            f"{_paper(here['sgd']):g}",
-            *(f"{here[by].mean:.2f}" for by in ("sgd", "adam", "spectral-dp")),
-        )
-        for network, here in rows.items()
-        if {"sgd", "adam", "spectral-dp"} <= here.keys()
+        name = "sgd" if line.cell.changed == BASELINE else "" if line.cell.changed else line.cell.row
+        lines.setdefault(line.cell.model, {})[name] = line
+    wanted = ("sgd", "dpsgd", "spectral-dp")
+    found = {
+        network: [here[name] for name in wanted] for network, here in lines.items() if {*wanted} <= {*here}
+    }
+    rows = [
+        (network, f"{here[0].cell.epsilon:g}", f"{_paper(here[0]):g}", *(f"{line.mean:.2f}" for line in here))
+        for network, here in found.items()
     ]
+    off = [[abs(line.mean - _paper(line)) for line in here] for here in found.values()]
+    return {
+        "rows": rows,
+        "nearer": sum(sgd < adam for sgd, adam, _ in off),
+        "in_order": sum(sgd.mean < spectral.mean for sgd, _, spectral in found.values()),
+        **BASELINE,
+    }
 
 
 def _dense(untuned: list[Line], of_seeds: float) -> list[tuple[str, ...]]:
@@ -425,6 +429,46 @@ def _unclipped() -> list[dict[str, Any]]:
             ],
         }
         for network, cell in _longest(1.0, PAPER["batch_size"]).items()
+    ]
+
+
+def _flat(untuned: list[Line]) -> list[tuple[str, ...]]:
+    """GReDP as claimed, each layer clipped to norm 1 by itself and all of them together."""
+    flat = {(c["network"], c["epochs"]): c for c in NOISE if (c["clipping"], c["fraction"]) == ("flat", 1)}
+    found = []
+    for line in untuned:
+        cell = flat.get((line.cell.model, line.cell.epochs))
+        if cell and line.cell.row == "gredp-claimed":
+            layer_wise = {"accuracy": line.mean} | line.records[0]
+            pair = [f"{part['accuracy']:.1f} (ε = {_proven(part)})" for part in (layer_wise, cell)]
+            found.append((line.cell.model, str(line.cell.epochs), *pair))
+    return found
+
+
+def _tenth() -> list[tuple[str, ...]]:
+    """A tenth of the claimed noise multiplier by a norm of 10 and by less noise, beside the paper's norms."""
+    settings = {(1.0, 10.0): 1.0, (0.1, 1.0): 0.1}  # (noise, norm) to the paper's norm
+    cells: dict[tuple[str, int], dict[float, dict[str, Any]]] = {}
+    for cell in LAYER_WISE:
+        norm = settings.get((cell["fraction"], cell["clip_norm"]))
+        if norm and cell["lr"] == PAPER["lr"]:
+            cells.setdefault((cell["network"], cell["epochs"]), {})[norm] = cell
+    return [
+        (
+            network,
+            str(epochs),
+            _proven(here[1.0]),
+            *(
+                f"{part:.{digits}f}"
+                for norm in (1.0, 0.1)
+                for part, digits in (
+                    (here[norm]["accuracy"], 1),
+                    (CLIPPING[network][norm][HEADLINE[network]], 2),
+                )
+            ),
+        )
+        for (network, epochs), here in cells.items()
+        if len(here) == len(settings)
     ]
 
 
