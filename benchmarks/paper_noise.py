@@ -3,16 +3,14 @@
 python benchmarks/paper_noise.py lenet5 --epochs 8 --lr 0.01     # finished cells are kept and skipped
 python benchmarks/paper_noise.py resnet20 --epochs 8 --fractions 0 1
 python benchmarks/paper_noise.py resnet20 --epochs 8 --fractions 1 --clip-norm 500
-python benchmarks/paper_noise.py resnet20 --epochs 8 --fractions 0 1 --clipping flat
 
 A network is trained with Adam at six noise scales, from none to the one that the paper's claim gives for its
-headline ε. One of them is σ/√(2B): what public code of Spectral-DP effectively adds (docs/paper.md). For each
+headline ε. One of them is σ/√B: what public code of Spectral-DP effectively adds (docs/paper.md). For each
 the accuracy on the test set, once, after the last epoch, and the proven ε: where the accuracies cross the
 paper's figure, the ε that its figure needs can be read off. Nothing is tuned.
 
 With another `--clip-norm` the noise stays what it is at norm 1: what changes is how much of a record's
 gradient is left, and ε. A norm of 500, the batch size, is a norm of 1 on gradients of the mean loss.
-`--clipping flat` clips all layers together, as DP-SGD does: the paper's Algorithm 2 clips each by itself.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from gredp.storage.record import header, save
 
 OUT = Path(__file__).parent.parent / "results" / "paper_noise.json"
 BATCH, DELTA, BLOCK = 500, 1e-5, 8
-FRACTIONS = (0.0, 1 / math.sqrt(2 * BATCH), 0.1, 0.25, 0.5, 1.0)
+FRACTIONS = (0.0, 1 / math.sqrt(BATCH), 0.1, 0.25, 0.5, 1.0)
 DATA = {"lenet5": "mnist"}
 
 
@@ -60,7 +58,6 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
         data_loader=DataLoader(TensorDataset(centered(data.x_train), data.y_train), batch_size=BATCH),
         noise_multiplier=fraction * claimed / given.clip_norm,
         max_grad_norm=given.clip_norm,
-        clipping=given.clipping,
         method="gredp",
         claim="paper",
         loss_reduction="sum",
@@ -83,7 +80,6 @@ def run(given: argparse.Namespace, fraction: float) -> dict:
         "seed": given.seed,
         "lr": given.lr,
         "clip_norm": given.clip_norm,
-        "clipping": given.clipping,
         "precision": precision,
         "fraction": fraction,
         "claimed_sigma": claimed,
@@ -102,13 +98,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--fractions", type=float, nargs="*", default=FRACTIONS, help="of the claimed σ")
     parser.add_argument("--clip-norm", type=float, default=1.0)
-    parser.add_argument("--clipping", choices=("layer_wise", "flat"), default="layer_wise")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data-dir")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     norm = f" | norm {given.clip_norm:g}" if given.clip_norm != 1 else ""
-    norm += f" | {given.clipping}" if given.clipping != "layer_wise" else ""
     for fraction in given.fractions:
         cells = json.loads(given.out.read_text())["cells"] if given.out.exists() else {}
         settings = f"{given.epochs} epochs | lr {given.lr:g}{norm} | {fraction:.4f} σ | seed {given.seed}"
