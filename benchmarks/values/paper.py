@@ -30,6 +30,7 @@ from gredp.privacy.accountant import epsilon, round_up
 from gredp.privacy.ledger import Entry
 from gredp.privacy.paper_claims import claimed_sigma
 from values import RESULTS, Figure, load
+from values import _paper_noise as noise
 
 OUT = RESULTS / "paper"
 #: a title, the header and the rows of one table
@@ -38,8 +39,6 @@ TARGETS: tuple[Target, ...] = (
     "table1", "figure-epsilon", "table2", "table3", "ablation-batch", "ablation-lr",
 )  # fmt: skip
 CLAIMED = ("lenet5", "gredp-claimed")
-#: points that a figure may be off by chance: about two standard deviations of LeNet-5 over seeds
-CHANCE = 1.0
 #: the paper's order of the rows, best first
 ORDER = ("plain", "gredp-claimed", "spectral-dp", "dpsgd")
 
@@ -101,16 +100,21 @@ def values() -> dict[str, Any]:
         "less_noise": math.sqrt(2 * PAPER["batch_size"]),
         "readings": _readings(),
         "literal": _literal(),
-        "noise": _noise(),
+        "noise": noise.curves(),
         "held_back": _held_back(untuned),
-        "unclipped": _unclipped(),
-        "met": _met(),
-        "dead": min(cell["accuracy"] for cell in NOISE),
+        "unclipped": noise.unclipped(),
+        "met": noise.nearest(),
+        "resnet20": {
+            line.cell.row: (f"{round_up(line.proven, 2):g}", line.mean)
+            for line in untuned
+            if line.cell.model == "resnet20"
+        },
+        "dead": min(cell["accuracy"] for cell in noise.RUNS),
         "took": {
             optimizer: _first_above(45, changed) for optimizer, changed in (("adam", {}), ("sgd", BASELINE))
         },
         "root": math.sqrt(PAPER["batch_size"]),
-        "tenth": _tenth(),
+        "two_norms": noise.two_norms(),
         "table3_resnet20": CLIPPING["resnet20"],
         "unaugmented": _unaugmented(),
         "missing": {target: _missing(target) for target in TARGETS},
@@ -345,67 +349,12 @@ def _literal() -> list[tuple[str, ...]]:
     wanted = {"epsilon": 2.0, "lr": PAPER["lr"], "clip_norm": PAPER["clip_norm"]}
     first = next(iter(READINGS))
     return [
-        (LITERAL[cell["figure"]["row"]], f"{cell['accuracy']:.2f}", _proven(cell))
+        (LITERAL[cell["figure"]["row"]], f"{cell['accuracy']:.2f}", noise.shown_proven(cell))
         for cell in READINGS
         if (cell["reading"], cell["epochs"]) == (first["reading"], first["epochs"])
         and cell["figure"]["row"] in LITERAL
         and wanted.items() <= cell["figure"].items()
     ]
-
-
-def _proven(cell: dict[str, Any]) -> str:
-    """ε that is proven, rounded up; two digits of a very large one."""
-    spent = float(cell["guarantee"]["proven_epsilon"])
-    if math.isinf(spent):
-        return "∞"
-    unit = 10 ** (math.floor(math.log10(spent)) - 1)
-    return f"{math.ceil(spent / unit) * unit:.1e}" if spent > 1e6 else f"{round_up(spent, 2)}"
-
-
-#: networks at other noise scales and clipping norms
-NOISE = [{"clip_norm": 1.0} | cell for cell in load("paper_noise")["cells"].values()]
-
-
-def _noise() -> list[dict[str, Any]]:
-    """Each network at several noise scales, and between which of them it meets the paper's figure."""
-    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for cell in NOISE:
-        alike.setdefault((cell["network"], cell["epochs"], cell["lr"]), []).append(cell)
-    places = sorted(alike, key=lambda place: ([*HEADLINE].index(str(place[0])), place[1:]))
-    return [_noise_of(alike[place]) for place in places]
-
-
-def _noise_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    by_noise = sorted(found, key=lambda cell: (_share(cell), cell["clip_norm"], cell["seed"]))
-    return {
-        **{key: by_noise[0][key] for key in ("network", "epochs", "lr", "paper")},
-        "claimed": HEADLINE[by_noise[0]["network"]],
-        "rows": [
-            (
-                *(f"{_share(cell):.3g}", f"{cell['clip_norm']:g}", str(cell["seed"])),
-                *(_proven(cell), f"{cell['accuracy']:.1f}"),
-            )
-            for cell in by_noise
-        ],
-        **_reached(by_noise),
-    }
-
-
-def _share(cell: dict[str, Any]) -> float:
-    """Its noise multiplier over the claimed one."""
-    return cell["fraction"] / cell["clip_norm"]
-
-
-def _reached(by_noise: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest noise multiplier that meets the paper's figure, and the least above it that does not."""
-    meets = [cell for cell in by_noise if cell["accuracy"] >= cell["paper"]]
-    most = _share(meets[-1]) if meets else -1.0  # of several with one multiplier, one is enough
-    below = [cell for cell in by_noise if cell["accuracy"] < cell["paper"] and _share(cell) > most]
-    return {
-        "from_none": by_noise[0]["fraction"] == 0,
-        "enough": _proven(meets[-1]) if meets else None,
-        "too_little": _proven(below[0]) if meets and below else None,
-    }
 
 
 def _unaugmented() -> dict[str, float]:
@@ -416,72 +365,13 @@ def _unaugmented() -> dict[str, float]:
     return here | {"paper": FROM_SCRATCH["model3"]["plain"][0]}
 
 
-def _longest(fraction: float, clip_norm: float) -> dict[str, dict[str, Any]]:
-    """By network the cell of most epochs with this share of the claimed noise, clipped at this norm."""
-    alike = [cell for cell in NOISE if (cell["fraction"], cell["clip_norm"]) == (fraction, clip_norm)]
-    longest = {cell["network"]: cell for cell in sorted(alike, key=lambda cell: cell["epochs"])}
-    return {network: longest[network] for network in HEADLINE if network in longest}
-
-
-def _unclipped() -> list[tuple[str, ...]]:
-    """Clipped where a clip of mean losses would, with as much noise as at norm 1 or more."""
-    found = [cell for cell in NOISE if cell["clip_norm"] == PAPER["batch_size"]]
-    return [
-        (
-            *(str(cell[key]) for key in ("network", "epochs", "seed")),
-            *(f"{cell['fraction']:.3g}", _proven(cell), f"{cell['accuracy']:.1f}", f"{cell['paper']:g}"),
-        )
-        for cell in sorted(found, key=lambda cell: [*HEADLINE].index(cell["network"]))
-    ]
-
-
-def _met() -> list[dict[str, str]]:
-    """By network of those that miss the paper's figure as claimed, the least ε at which they come near it."""
-    near = [c for c in NOISE if c["network"] in LARGE and c["accuracy"] > c["paper"] - CHANCE]
-    found: dict[str, dict[str, Any]] = {}
-    for cell in sorted(near, key=_share):
-        found[cell["network"]] = cell
-    return [
-        {"network": network, "proven": _proven(cell)}
-        | {k: f"{cell[k]:g}" for k in ("accuracy", "paper", "clip_norm")}
-        for network, cell in found.items()
-    ]
-
-
-def _tenth() -> list[tuple[str, ...]]:
-    """A tenth of the claimed noise multiplier by a norm of 10 and by less noise, beside the paper's norms."""
-    settings = {(1.0, 10.0): 1.0, (0.1, 1.0): 0.1}  # (noise, norm) to the paper's norm
-    cells: dict[tuple[str, int], dict[float, dict[str, Any]]] = {}
-    for cell in NOISE:
-        norm = settings.get((cell["fraction"], cell["clip_norm"]))
-        if norm:
-            cells.setdefault((cell["network"], cell["epochs"]), {})[norm] = cell
-    return [
-        (
-            network,
-            str(epochs),
-            _proven(here[1.0]),
-            *(
-                f"{part:.{digits}f}"
-                for norm in (1.0, 0.1)
-                for part, digits in (
-                    (here[norm]["accuracy"], 1),
-                    (CLIPPING[network][norm][HEADLINE[network]], 2),
-                )
-            ),
-        )
-        for (network, epochs), here in cells.items()
-        if len(here) == len(settings)
-    ]
-
-
 def _held_back(untuned: list[Line]) -> list[tuple[str, ...]]:
     """Networks clipped but not noised, and their rows without either and with both after as many epochs."""
     rows: dict[str, dict[str, Line]] = {}
     for line in untuned:
         rows.setdefault(line.cell.model, {})[line.cell.row] = line
     found = []
-    for network, clipped in _longest(0.0, 1.0).items():
+    for network, clipped in noise.longest(0.0, 1.0).items():
         if network == "lenet5" or network in AUGMENTED:  # of another rate, or of other images
             continue
         plain, claimed = (

@@ -1,0 +1,124 @@
+"""How much noise and clip the paper's figures allow: part of docs/paper.md, of results/paper_noise.json."""
+
+import math
+from typing import Any
+
+from gredp.paper.cells import LARGE, PAPER
+from gredp.paper.paper import CLIPPING, HEADLINE
+from gredp.privacy.accountant import round_up
+from values import load
+
+#: points that a figure may be off by chance: about two standard deviations of LeNet-5 over seeds
+CHANCE = 1.0
+#: networks at other noise scales and clipping norms
+RUNS = [{"clip_norm": 1.0} | cell for cell in load("paper_noise")["cells"].values()]
+
+
+def curves() -> list[dict[str, Any]]:
+    """Each network at several noise scales, and between which of them it meets the paper's figure."""
+    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for cell in RUNS:
+        alike.setdefault((cell["network"], cell["epochs"], cell["lr"]), []).append(cell)
+    places = sorted(alike, key=lambda place: ([*HEADLINE].index(str(place[0])), place[1:]))
+    return [_curve(alike[place]) for place in places]
+
+
+def _curve(found: list[dict[str, Any]]) -> dict[str, Any]:
+    by_noise = sorted(found, key=lambda cell: (_share(cell), cell["clip_norm"], cell["seed"]))
+    return {
+        **{key: by_noise[0][key] for key in ("network", "epochs", "lr", "paper")},
+        "claimed": HEADLINE[by_noise[0]["network"]],
+        "rows": [
+            (
+                *(f"{_share(cell):.3g}", f"{cell['clip_norm']:g}", str(cell["seed"])),
+                *(shown_proven(cell), f"{cell['accuracy']:.1f}"),
+            )
+            for cell in by_noise
+        ],
+        **_reached(by_noise),
+    }
+
+
+def _share(cell: dict[str, Any]) -> float:
+    """Its noise multiplier over the claimed one."""
+    return cell["fraction"] / cell["clip_norm"]
+
+
+def _reached(by_noise: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest noise multiplier that meets the paper's figure, and the least above it that does not."""
+    meets = [cell for cell in by_noise if cell["accuracy"] >= cell["paper"]]
+    most = _share(meets[-1]) if meets else -1.0  # of several with one multiplier, one is enough
+    below = [cell for cell in by_noise if cell["accuracy"] < cell["paper"] and _share(cell) > most]
+    return {
+        "from_none": by_noise[0]["fraction"] == 0,
+        "enough": shown_proven(meets[-1]) if meets else None,
+        "too_little": shown_proven(below[0]) if meets and below else None,
+    }
+
+
+def longest(fraction: float, clip_norm: float) -> dict[str, dict[str, Any]]:
+    """By network the cell of most epochs with this share of the claimed noise, clipped at this norm."""
+    alike = [cell for cell in RUNS if (cell["fraction"], cell["clip_norm"]) == (fraction, clip_norm)]
+    longest = {cell["network"]: cell for cell in sorted(alike, key=lambda cell: cell["epochs"])}
+    return {network: longest[network] for network in HEADLINE if network in longest}
+
+
+def unclipped() -> list[tuple[str, ...]]:
+    """Clipped where a clip of mean losses would, with as much noise as at norm 1 or more."""
+    found = [cell for cell in RUNS if cell["clip_norm"] == PAPER["batch_size"]]
+    return [
+        (
+            *(str(cell[key]) for key in ("network", "epochs", "seed")),
+            *(f"{cell['fraction']:.3g}", shown_proven(cell), f"{cell['accuracy']:.1f}", f"{cell['paper']:g}"),
+        )
+        for cell in sorted(found, key=lambda cell: [*HEADLINE].index(cell["network"]))
+    ]
+
+
+def nearest() -> list[dict[str, str]]:
+    """By network of those that miss the paper's figure as claimed, the least ε at which they come near it."""
+    near = [c for c in RUNS if c["network"] in LARGE and c["accuracy"] > c["paper"] - CHANCE]
+    found: dict[str, dict[str, Any]] = {}
+    for cell in sorted(near, key=_share):
+        found[cell["network"]] = cell
+    return [
+        {"network": network, "proven": shown_proven(cell)}
+        | {k: f"{cell[k]:g}" for k in ("accuracy", "paper", "clip_norm")}
+        for network, cell in found.items()
+    ]
+
+
+def two_norms() -> list[tuple[str, ...]]:
+    """A tenth of the claimed noise multiplier by a norm of 10 and by less noise, beside the paper's norms."""
+    settings = {(1.0, 10.0): 1.0, (0.1, 1.0): 0.1}  # (noise, norm) to the paper's norm
+    cells: dict[tuple[str, int], dict[float, dict[str, Any]]] = {}
+    for cell in RUNS:
+        norm = settings.get((cell["fraction"], cell["clip_norm"]))
+        if norm:
+            cells.setdefault((cell["network"], cell["epochs"]), {})[norm] = cell
+    return [
+        (
+            network,
+            str(epochs),
+            shown_proven(here[1.0]),
+            *(
+                f"{part:.{digits}f}"
+                for norm in (1.0, 0.1)
+                for part, digits in (
+                    (here[norm]["accuracy"], 1),
+                    (CLIPPING[network][norm][HEADLINE[network]], 2),
+                )
+            ),
+        )
+        for (network, epochs), here in cells.items()
+        if len(here) == len(settings)
+    ]
+
+
+def shown_proven(cell: dict[str, Any]) -> str:
+    """ε that is proven, rounded up; two digits of a very large one."""
+    spent = float(cell["guarantee"]["proven_epsilon"])
+    if math.isinf(spent):
+        return "∞"
+    unit = 10 ** (math.floor(math.log10(spent)) - 1)
+    return f"{math.ceil(spent / unit) * unit:.1e}" if spent > 1e6 else f"{round_up(spent, 2)}"
