@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from gredp.paper.cells import LARGE, PAPER
+from gredp.paper.cells import PAPER
 from gredp.paper.paper import CLIPPING, HEADLINE
 from gredp.privacy.accountant import round_up
 from values import load
@@ -63,29 +63,38 @@ def longest(fraction: float, clip_norm: float) -> dict[str, dict[str, Any]]:
     return {network: longest[network] for network in HEADLINE if network in longest}
 
 
-def unclipped() -> list[tuple[str, ...]]:
-    """Clipped where a clip of mean losses would, with as much noise as at norm 1 or more."""
-    found = [cell for cell in RUNS if cell["clip_norm"] == PAPER["batch_size"]]
+def public_code() -> list[tuple[str, ...]]:
+    """For each network the longest run with the noise of public code, and the least ε that is enough."""
+    scale = math.sqrt(PAPER["batch_size"])
+    alike = [
+        run
+        for run in RUNS
+        if run["clip_norm"] == PAPER["batch_size"] and math.isclose(run["fraction"], scale, rel_tol=1e-3)
+    ]
+    longest = {run["network"]: run for run in sorted(alike, key=lambda run: run["epochs"])}
+    near = nearest()
     return [
         (
-            *(str(cell[key]) for key in ("network", "epochs", "seed")),
-            *(f"{cell['fraction']:.3g}", shown_proven(cell), f"{cell['accuracy']:.1f}", f"{cell['paper']:g}"),
+            *(str(run[key]) for key in ("network", "epochs")),
+            f"{run['paper']:g}",
+            f"{run['accuracy']:.1f}",
+            shown_proven(run),
+            *(
+                (f"{near[network]['accuracy']:.1f}", shown_proven(near[network]))
+                if network in near
+                else ("", "")
+            ),
         )
-        for cell in sorted(found, key=lambda cell: [*HEADLINE].index(cell["network"]))
+        for network in HEADLINE
+        if (run := longest.get(network))
     ]
 
 
-def nearest() -> list[dict[str, str]]:
-    """For each larger network the least ε at which it comes near the paper's figure, if at any."""
+def nearest() -> dict[str, dict[str, Any]]:
+    """For each network the run of the least ε that comes near the paper's figure, if one does."""
     near = [run for run in RUNS if run["accuracy"] > run["paper"] - CHANCE]
     found = {run["network"]: run for run in sorted(near, key=_share)}
-    return [
-        {"proven": shown_proven(found[network])}
-        | {key: f"{found[network][key]:g}" for key in ("accuracy", "paper", "clip_norm")}
-        | {"network": network}
-        for network in HEADLINE
-        if network in LARGE and network in found
-    ]
+    return {network: found[network] for network in HEADLINE if network in found}
 
 
 def two_norms() -> list[tuple[str, ...]]:
@@ -115,10 +124,12 @@ def two_norms() -> list[tuple[str, ...]]:
     ]
 
 
-def shown_proven(cell: dict[str, Any]) -> str:
+def shown_proven(run: dict[str, Any]) -> str:
     """ε that is proven, rounded up; two digits of a very large one."""
-    spent = float(cell["guarantee"]["proven_epsilon"])
+    spent = float(run["guarantee"]["proven_epsilon"])
     if math.isinf(spent):
         return "∞"
+    if spent < 1000:
+        return f"{round_up(spent, 2)}"
     unit = 10 ** (math.floor(math.log10(spent)) - 1)
-    return f"{math.ceil(spent / unit) * unit:.1e}" if spent > 1e6 else f"{round_up(spent, 2)}"
+    return f"{math.ceil(spent / unit) * unit:.1e}" if spent > 1e6 else f"{math.ceil(spent):,}"
