@@ -18,7 +18,18 @@ from gredp import GredpError
 from gredp.app.jobs import record_file, run_jobs
 from gredp.app.settings import TrainSettings
 from gredp.paper import audits
-from gredp.paper.cells import EPOCHS, EPSILONS, PAPER, ROWS, TUNING, Cell, cells
+from gredp.paper.cells import (
+    BASELINE,
+    EPOCHS,
+    EPSILONS,
+    LARGE,
+    PAPER,
+    ROWS,
+    SHORTER,
+    TUNING,
+    Cell,
+    cells,
+)
 from gredp.paper.command import ReproduceSettings, run_reproduce
 from gredp.paper.paper import CLIPPING, FROM_SCRATCH, HEADLINE
 from gredp.paper.tables import HEADER, lines, paper_figure
@@ -59,6 +70,25 @@ def test_table_1_has_every_network_row_and_seed():
     assert {c.seed for c in cells("table1", "full", 2, ("model3",))} == {0, 1}
     assert {c.epsilon for c in cells("figure-epsilon", "full", only=("lenet5",))} == set(EPSILONS)
     assert {c.row for c in cells("table1", "full", only=("lenet5", "dpsgd", "gredp"))} == {"dpsgd", "gredp"}
+
+
+def test_the_baseline_is_also_trained_by_sgd():
+    found = [cell for cell in cells("table1", "full") if cell.changed == BASELINE]
+    assert [(cell.model, cell.row) for cell in found] == [(network, "dpsgd") for network in HEADLINE]
+    assert [paper_figure(cell) for cell in found] == [
+        FROM_SCRATCH[network]["dpsgd"][epsilon] for network, epsilon in HEADLINE.items()
+    ]
+    assert not [cell for cell in cells("table1", "smoke") if cell.changed == BASELINE]
+
+
+def test_runs_that_take_hours_are_few():
+    found = [cell for cell in cells("table3", "full") if cell.model in LARGE]
+    assert {cell.row for cell in found} == {"gredp-claimed"}
+    short = [(cell.epsilon, cell.settings["clip_norm"]) for cell in found if cell.model == "resnet20"]
+    assert sorted(short) == [(0.5, 0.1), (0.5, 1.0), (2.0, 0.1), (2.0, 1.0)]
+    for target in ("table3", "ablation-batch", "ablation-lr"):
+        epochs = {cell.epochs for cell in cells(target, "full", only=("resnet20",))}
+        assert epochs == {SHORTER["resnet20"]}
 
 
 def test_names_tell_settings_apart():

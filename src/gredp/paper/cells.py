@@ -51,7 +51,7 @@ ABLATED: dict[str, dict[str, tuple[float, ...]]] = {
 #: fixed before a run: about as many as training without noise needs to meet the paper's figure for it
 EPOCHS = {"lenet-small": 10, "lenet5": 30, "resnet20": 15, "model3": 18, "alexnet": 8}
 EPOCHS |= {"resnet18-1conv": 3, "resnet18-2conv": 3}
-#: those of Table 3 and the ablations, where they would take days
+#: those of Table 3 and the ablations, where they would take days, and the ε of that table then
 SHORTER = {"resnet20": 4}
 SHORTER_EPSILONS = (0.5, 2.0)
 #: by default one seed; Table 1 has more of these
