@@ -57,37 +57,31 @@ def _reached(by_noise: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def longest(fraction: float, clip_norm: float) -> dict[str, dict[str, Any]]:
-    """By network the cell of most epochs with this share of the claimed noise, clipped at this norm."""
-    alike = [cell for cell in RUNS if (cell["fraction"], cell["clip_norm"]) == (fraction, clip_norm)]
-    longest = {cell["network"]: cell for cell in sorted(alike, key=lambda cell: cell["epochs"])}
-    return {network: longest[network] for network in HEADLINE if network in longest}
+    """By network the run of most epochs with this share of the claimed noise, clipped at this norm."""
+    alike = [
+        run
+        for run in RUNS
+        if run["clip_norm"] == clip_norm and math.isclose(run["fraction"], fraction, rel_tol=1e-3)
+    ]
+    found = {run["network"]: run for run in sorted(alike, key=lambda run: run["epochs"])}
+    return {network: found[network] for network in HEADLINE if network in found}
 
 
 def public_code() -> list[tuple[str, ...]]:
     """For each network the longest run with the noise of public code, and the least ε that is enough."""
-    scale = math.sqrt(PAPER["batch_size"])
-    alike = [
-        run
-        for run in RUNS
-        if run["clip_norm"] == PAPER["batch_size"] and math.isclose(run["fraction"], scale, rel_tol=1e-3)
-    ]
-    longest = {run["network"]: run for run in sorted(alike, key=lambda run: run["epochs"])}
-    near = nearest()
+    batch, near = PAPER["batch_size"], nearest()
     return [
         (
-            *(str(run[key]) for key in ("network", "epochs")),
-            f"{run['paper']:g}",
-            f"{run['accuracy']:.1f}",
-            shown_proven(run),
-            *(
-                (f"{near[network]['accuracy']:.1f}", shown_proven(near[network]))
-                if network in near
-                else ("", "")
-            ),
+            *(network, str(run["epochs"]), f"{run['paper']:g}"),
+            *_with_difference(run),
+            *(_with_difference(near[network]) if network in near else ("", "")),
         )
-        for network in HEADLINE
-        if (run := longest.get(network))
+        for network, run in longest(math.sqrt(batch), batch).items()
     ]
+
+
+def _with_difference(run: dict[str, Any]) -> tuple[str, str]:
+    return f"{run['accuracy']:.1f} ({run['accuracy'] - run['paper']:+.1f})", shown_proven(run)
 
 
 def nearest() -> dict[str, dict[str, Any]]:
