@@ -108,7 +108,7 @@ def two_norms() -> dict[str, Any]:
             off[network] = abs(changes[0] - changes[1])
             figures = [f"{a:.1f}, {b:.1f} ({by:+.1f})" for (a, b), by in zip((ours, printed), changes)]
             rows.append((network, str(epochs), shown_proven(here[1.0]), *figures))
-    return {"rows": rows, "misfit": max(off, key=lambda network: off[network])}
+    return {"rows": rows, "misfit": max(off, key=lambda network: off[network], default="")}
 
 
 def shown_proven(run: dict[str, Any]) -> str:
